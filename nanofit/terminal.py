@@ -1,0 +1,107 @@
+"""What a person sees: errors in one line, and progress fit for a terminal or a log file."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+
+class InputError(Exception):
+    """Something given from outside cannot be used; the message says what, why and the way out."""
+
+
+def run_script(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
+    """Run a script's `main`; bad input is one clear line and exit code 2, never a traceback."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+class Progress:
+    """How far a long job is and how long it will still take.
+
+    On a terminal this is one live line; in a file or a pipe a plain line every `every_s` seconds.
+    """
+
+    def __init__(
+        self, label: str, total: int, *, done: int = 0, every_s: float = 10.0, quiet: bool = False
+    ):
+        self.label, self.total, self.done, self.every_s = label, total, done, every_s
+        self.note = ""
+        self._first, self._started = done, time.monotonic()
+        self._next_line = self._started + every_s
+        self._quiet = quiet
+        self._console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self._live = None
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal and not self._quiet:
+            self._live = Live(
+                get_renderable=self._live_line,
+                console=self._console,
+                refresh_per_second=5,
+                transient=True,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, done: int, note: str = "") -> None:
+        """Tell how much is done; `note` is what else is worth seeing now."""
+        self.done, self.note = done, note or self.note
+        if self._live is None and time.monotonic() >= self._next_line and done < self.total:
+            self._next_line = time.monotonic() + self.every_s
+            self.line(f"{self.label} {done / self.total:.0%}  {self.note}  eta {self._eta()}")
+
+    def line(self, text: str) -> None:
+        """Print a line that stays, above the live one."""
+        self._console.print(Text(text))
+
+    def _eta(self) -> str:
+        advanced = self.done - self._first
+        if not advanced:
+            return "-"
+        elapsed_s = time.monotonic() - self._started
+        return duration(elapsed_s / advanced * (self.total - self.done))
+
+    def _live_line(self) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=max(self.total, 1), completed=self.done, width=24)
+        share = self.done / max(self.total, 1)
+        grid.add_row(self.label, bar, f"{share:4.0%}", self.note, f"eta {self._eta()}")
+        return grid
+
+
+def duration(seconds: float) -> str:
+    """A time span as a person says it: `42s`, `3m10s`, `2h05m`, `6d04h`."""
+    seconds = round(seconds)
+    for unit_s, unit, part_s, part in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
+        if seconds >= unit_s:
+            return f"{seconds // unit_s}{unit}{seconds % unit_s // part_s:02d}{part}"
+    return f"{seconds}s"
+
+
+def compact(number: float) -> str:
+    """A count in at most four digits: `950`, `56.1k`, `1.25M`, `0.73B`."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.5 * unit and number >= 1e3:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:.3g}"
