@@ -1,5 +1,6 @@
 """What a person sees: errors in one line, and progress fit for a terminal or a log file."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ def run_script(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     try:
         sys.exit(main(sys.argv[1:]))
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every process meets it
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -65,13 +67,14 @@ class Progress:
         self.done, self.note = done, note or self.note
         if self._live is None and time.monotonic() >= self._next_line and done < self.total:
             self._next_line = time.monotonic() + self.every_s
-            self.line(f"{self.label} {done / self.total:.0%}  {self.note}  eta {self._eta()}")
+            self.line(f"{self.label} {done / self.total:.0%}  {self.note}  eta {self.eta()}")
 
     def line(self, text: str) -> None:
         """Print a line that stays, above the live one."""
         self._console.print(Text(text))
 
-    def _eta(self) -> str:
+    def eta(self) -> str:
+        """Time left at the speed so far."""
         advanced = self.done - self._first
         if not advanced:
             return "-"
@@ -82,7 +85,7 @@ class Progress:
         grid = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=max(self.total, 1), completed=self.done, width=24)
         share = self.done / max(self.total, 1)
-        grid.add_row(self.label, bar, f"{share:4.0%}", self.note, f"eta {self._eta()}")
+        grid.add_row(self.label, bar, f"{share:4.0%}", self.note, f"eta {self.eta()}")
         return grid
 
 

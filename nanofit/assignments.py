@@ -1,0 +1,115 @@
+"""Files of plain Python assignments, read without executing them.
+
+Understood: literals, arithmetic, f-strings, names assigned before. Nothing else.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+def read_assignments(
+    path: Path, names: Mapping[str, Any], assign: Callable[[str, Any], None]
+) -> Iterator[str]:
+    """Call `assign(name, value)` for each assignment in a file; yield every problem met.
+
+    Expressions may use `names`, and what the file has assigned before. Names that begin with
+    an underscore serve the file's own arithmetic and are not passed on.
+    """
+    try:
+        statements = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
+    except OSError as error:
+        yield f"cannot read config file {path}: {error.strerror}"
+        return
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        yield f"{path}:{line}: not a file of plain assignments ({getattr(error, 'msg', error)})"
+        return
+    names = dict(names)
+    for statement in statements:
+        try:
+            for name, value in _assignment(statement, names):
+                names[name] = value
+                if not name.startswith("_"):
+                    assign(name, value)
+        except ValueError as error:
+            yield f"{path}:{statement.lineno}: {error}"
+
+
+def evaluate(text: str, names: Mapping[str, Any]) -> Any:
+    """The value of one expression given as text."""
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body, names)
+    except SyntaxError:
+        raise ValueError(f"{text!r} is not a value") from None
+
+
+def _assignment(statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=expression):
+            yield name, _evaluate(expression, names)
+        case ast.Expr(value=ast.Constant(value=str())):
+            pass  # a docstring
+        case ast.Import(names=[ast.alias(name="time")]):
+            pass  # harmless; what would be done with it is refused below
+        case ast.Import() | ast.ImportFrom():
+            raise ValueError("imports are not read; write the value itself")
+        case _:
+            first_line = ast.unparse(statement).splitlines()[0]
+            raise ValueError(f"`{first_line}` is not an assignment such as `max_iters = 1000`")
+
+
+def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str() | None as value):
+            return value
+        case ast.Name(id=name):
+            if name not in names:
+                raise ValueError(f"{name} has no value here")
+            return names[name]
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _OPERATORS:
+            return _OPERATORS[type(sign)](_number(_evaluate(operand, names)))
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+            return _combine(type(sign), _evaluate(left, names), _evaluate(right, names))
+        case ast.JoinedStr(values=parts):
+            return "".join(_evaluate(part, names) for part in parts)
+        case ast.FormattedValue(value=value, conversion=-1, format_spec=spec):
+            return format(_evaluate(value, names), _evaluate(spec, names) if spec else "")
+    text = ast.unparse(node)
+    if "time." in text:
+        raise ValueError(
+            f"`{text}` would name the run anew at every launch, so that it could never be "
+            "resumed; write a fixed name"
+        )
+    raise ValueError(f"`{text}` is neither a literal, arithmetic nor an f-string")
+
+
+def _combine(sign: type, left: Any, right: Any) -> Any:
+    if sign is ast.Add and isinstance(left, str) and isinstance(right, str):
+        return left + right
+    if sign is ast.Pow and abs(_number(right)) > 64:
+        raise ValueError(f"exponent {right} is too large")
+    try:
+        return _OPERATORS[sign](_number(left), _number(right))
+    except ArithmeticError as error:
+        raise ValueError(str(error)) from None
+
+
+def _number(value: Any) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is not a number")
+    return value

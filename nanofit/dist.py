@@ -1,0 +1,57 @@
+"""The processes of a run: a world of one by default, several under torchrun."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run. In a world of one every method is an identity."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """Add up each tensor over all processes, in place."""
+        if self.world > 1:
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                work.wait()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process. Never touches the device."""
+        if self.world == 1:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32)
+        dist.all_reduce(flags)
+        return bool(flags)
+
+    def wait(self) -> None:
+        """Go on when all processes have come this far."""
+        self.any(False)
+
+
+@contextmanager
+def start_ranks(backend: str = "auto") -> Iterator[Ranks]:
+    """Join the processes that torchrun started, if it did."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield Ranks()
+        return
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    # Flags travel as CPU tensors, over gloo, so that asking never waits for the device.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else backend)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"]))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,65 @@
+"""One optimiser step; one evaluation."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from nanofit.device import Device
+from nanofit.dist import Ranks
+from nanofit.loader import MicroBatch
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+    micro_batches: Iterable[MicroBatch],
+    *,
+    device: Device,
+    ranks: Ranks,
+    lr: float,
+    grad_clip: float,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Learn from the micro-batches of one step; return loss and gradient norm, still on the device.
+
+    Nothing here waits for the device. Dropout depends on `seed` alone.
+    """
+    torch.manual_seed(seed)
+    loss = torch.zeros((), device=device.torch_device)
+    for idx, targets, share in micro_batches:
+        with device.autocast():
+            part = model(idx, targets) * share
+        scaler.scale(part).backward()
+        loss += part.detach()
+    ranks.sum_([loss, *(p.grad for p in model.parameters())])
+    scaler.unscale_(optimizer)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf"))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return loss, grad_norm
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, micro_batches: Iterable[MicroBatch], *, device: Device, ranks: Ranks
+) -> float:
+    """The mean loss over the micro-batches of all processes."""
+    model.eval()
+    parts = []
+    for idx, targets, share in micro_batches:
+        with device.autocast():
+            parts.append(model(idx, targets) * share)
+    model.train()
+    # A process may have none: there can be more processes than sequences.
+    loss = (
+        torch.stack(parts).cpu().double().sum() if parts else torch.zeros((), dtype=torch.float64)
+    )
+    ranks.sum_([loss])
+    return loss.item()
