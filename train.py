@@ -54,7 +54,6 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
     optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
     train_data, val_data = _open_data(model.config, learn, run, device)
     progress = checkpoint.unpack(saved, model, optimizer, scaler) if saved else Progress()
-    checkpoints.prepare_folder()
     say(_summary(model, learn, run, device, ranks, train_data, val_data, micro_batch_size))
 
     validate = partial(_validate, model, val_data, micro_batch_size, device, ranks)
@@ -65,28 +64,22 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
         say(f"the run is complete at step {progress.step}; extend it with a larger --max_iters")
         return
     if ranks.is_main:
-        checkpoints.set_aside_after(progress.step)
+        checkpoints.prepare_folder(progress.step)
 
     pack = partial(checkpoint.pack, model, optimizer, scaler, config=flatten(shape, learn, run))
     with _open_log(model, learn, run, device, ranks, progress) as log:
         save = partial(_save, checkpoints, pack, ranks, log)
         stages = CompileStages(
-            model,
-            compile_after=run.compile_after if run.compile else None,
-            device=device,
-            ranks=ranks,
-            event=log.event,
+            model, run.compile_after if run.compile else None, device, ranks, log.event
         )
-        if saved:
-            log.event(progress.step, "resumed")
+        log.event(progress.step, "resumed" if saved else "started")
         for step in range(progress.step, learn.max_iters + 1):
             stopping = ranks.any(stop.requested)
             ending = stopping or step == learn.max_iters
-            is_new = step > progress.step or not saved
             progress = replace(progress, step=step, seconds=log.seconds)
-            if is_new and (ending or (run.always_save_checkpoint and _due(run.save_every, step))):
+            if ending or (run.always_save_checkpoint and _due(run.save_every, step)):
                 save(progress, must_succeed=ending)
-            if is_new and step == _stable_end(learn):
+            if step == _stable_end(learn):
                 save(progress, name=checkpoint.STABLE)
             if not stopping and (ending or _due(run.eval_interval, step)):
                 val_loss = validate()
@@ -97,8 +90,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
             if ending:
                 break
             batches = partial(train_data.micro_batches, step, micro_batch_size, ranks)
-            stages.advance(step, lambda batches=batches: next(batches()))
-            lr = lr_at(step, learn)
+            stages.advance(step, batches)
             loss, grad_norm = train_step(
                 model,
                 optimizer,
@@ -106,11 +98,11 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
                 batches(),
                 device=device,
                 ranks=ranks,
-                lr=lr,
+                lr=lr_at(step, learn),
                 grad_clip=learn.grad_clip,
                 seed=mix(learn.seed, step, ranks.rank),
             )
-            log.stepped(step, loss, grad_norm, lr)
+            log.stepped(step, loss, grad_norm, lr_at(step, learn))
         log.event(step, "stopped" if stopping else "finished")
     if stopping:
         say("stopped on request; the same command continues the run")

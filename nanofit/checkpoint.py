@@ -50,13 +50,19 @@ class Checkpoints:
     def exist(self) -> bool:
         return bool(self.newest_first())
 
-    def prepare_folder(self) -> None:
-        """Make the folder and see that it can be written to, before any work is done."""
+    def prepare_folder(self, step: int) -> None:
+        """Make ready to save what follows `step`, before any work is done.
+
+        Newer checkpoints than that are damaged or of a schedule given up: they are renamed.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             trial = self.folder / ".writable"
             trial.touch()
             trial.unlink()
+            for path in self.newest_first():
+                if _step_of(path) > step:
+                    path.rename(path.with_name("aside-" + path.name))
         except OSError as error:
             raise InputError(
                 f"cannot write to out_dir {self.folder} ({error.strerror}); use another --out_dir"
@@ -94,12 +100,6 @@ class Checkpoints:
     def _candidates(self, learn: TrainConfig) -> list[Path]:
         numbered, stable = self.newest_first(), self.folder / STABLE
         return [*numbered, stable] if learn.lr_schedule == "wsd" and stable.exists() else numbered
-
-    def set_aside_after(self, step: int) -> None:
-        """Rename newer checkpoints than the one continued from: damaged, or of a given-up decay."""
-        for path in self.newest_first():
-            if _step_of(path) > step:
-                path.rename(path.with_name("aside-" + path.name))
 
 
 def pack(

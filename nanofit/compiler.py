@@ -1,7 +1,7 @@
 """Eager -> compiled, in place, and back if it does not work out."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ class CompileStages:
     def __init__(
         self,
         model: nn.Module,
-        *,
         compile_after: int | None,
         device: Device,
         ranks: Ranks,
@@ -29,15 +28,15 @@ class CompileStages:
         self._model, self._compile_after = model, compile_after
         self._device, self._ranks, self._event = device, ranks, event
 
-    def advance(self, step: int, micro_batch: Callable[[], MicroBatch]) -> None:
-        """Enter the stage that `step` belongs to, tried out first on a micro-batch of the run.
+    def advance(self, step: int, micro_batches: Callable[[], Iterator[MicroBatch]]) -> None:
+        """Enter the stage that `step` belongs to, tried out first on a micro-batch of the step.
 
         The trial leaves weights and optimiser untouched, so a failure costs nothing but its time.
         """
         if self.stage != "eager" or self._compile_after is None or step < self._compile_after:
             return
         started = time.monotonic()
-        failure = self._try(micro_batch())
+        failure = self._try(next(micro_batches()))
         if self._ranks.any(failure is not None):
             _uncompile(self._model)
             failure = failure or "it failed in another process"

@@ -1,0 +1,170 @@
+"""The model against Hugging Face's GPT-2, against the plain loss, and against its own promises."""
+
+import json
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+
+SHAPE = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=101, bias=True)
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
+def test_hugging_face_folder_gives_its_logits(tmp_path, activation):
+    reference = hugging_face_model(activation)
+    reference.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    model = GPT.from_checkpoint(tmp_path).eval()
+    idx = torch.randint(0, 101, (3, 24))
+    torch.testing.assert_close(model(idx), reference(idx).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_nanogpt_checkpoint_gives_the_logits_of_its_weights(tmp_path, prefix):
+    reference = hugging_face_model("gelu")  # nanoGPT's GELU is the exact one
+    weights = {}
+    for name, tensor in reference.state_dict().items():
+        if name.endswith("weight") and (".c_" in name):
+            tensor = tensor.t()  # nanoGPT keeps Linear layers, Hugging Face Conv1D
+        weights[prefix + name] = tensor
+    model_args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24}
+    model_args |= {"bias": True, "vocab_size": 101, "dropout": 0.1}
+    torch.save({"model": weights, "model_args": model_args, "iter_num": 7}, tmp_path / "ckpt.pt")
+    model = GPT.from_checkpoint(tmp_path / "ckpt.pt").eval()
+    idx = torch.randint(0, 101, (3, 24))
+    torch.testing.assert_close(model(idx), reference(idx).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss_tolerance", "gradient_tolerance"),
+    [(torch.float32, 1e-6, 1e-5), (torch.bfloat16, 2e-3, 1e-2), (torch.float16, 5e-4, 2e-3)],
+)
+def test_chunked_loss_and_gradients_equal_the_full_ones(dtype, loss_tolerance, gradient_tolerance):
+    shape = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=600, vocab_size=512)
+    idx = torch.randint(0, 512, (4, 600))  # 2400 rows: more than two chunks, the last one short
+    targets = torch.randint(0, 512, (4, 600))
+    targets[0, :50], targets[3, -70:] = -1, -100
+    scale = 65536.0 if dtype == torch.float16 else 1.0  # what GradScaler starts with
+
+    losses, gradients = {}, {}
+    for kind in ("full", "chunked"):
+        torch.manual_seed(5)
+        model = GPT(shape, loss=kind)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            losses[kind] = model(idx, targets)
+        (losses[kind] * scale).backward()
+        gradients[kind] = {n: p.grad / scale for n, p in model.named_parameters()}
+
+    assert abs(losses["full"] - losses["chunked"]) < loss_tolerance
+    for name, expected in gradients["full"].items():
+        difference = (gradients["chunked"][name] - expected).norm() / expected.norm()
+        assert difference < gradient_tolerance, name
+
+
+def test_ignored_labels_do_not_count():
+    model = GPT(SHAPE)
+    idx, targets = torch.randint(0, 101, (2, 24)), torch.randint(0, 101, (2, 24))
+    of_first = model(idx[:1], targets[:1])
+    for ignored in (-1, -100):
+        masked = targets.clone()
+        masked[1] = ignored
+        torch.testing.assert_close(model(idx, masked), of_first)
+
+
+@pytest.mark.parametrize(("loss", "rows"), [("chunked", 1024), ("full", 3 * 1024)])
+def test_largest_allocation_of_a_step_is_one_chunk_of_logits(loss, rows):
+    shape = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=1024, vocab_size=3000)
+    model = GPT(shape, loss=loss)
+    idx = torch.randint(0, 3000, (3, 1024))
+    assert max(allocations(lambda: model(idx, idx).backward())) == rows * 3000 * 4
+
+
+def test_logits_do_not_depend_on_later_tokens():
+    model = GPT(SHAPE).eval()
+    idx = torch.randint(0, 101, (1, 24))
+    changed = idx.clone()
+    changed[0, 15:] = (changed[0, 15:] + 1) % 101
+    before, after = model(idx), model(changed)
+    torch.testing.assert_close(before[0, :15], after[0, :15])
+    assert not torch.allclose(before[0, 15], after[0, 15])
+
+
+def test_initial_weights_have_gpt2s_spread():
+    model = GPT(GPTConfig(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=1000))
+    block = model.transformer.h[3]
+    for parameter, std in (
+        (model.transformer.wte.weight, 0.02),
+        (model.transformer.wpe.weight, 0.02),
+        (block.attn.c_attn.weight, 0.02),
+        (block.mlp.c_fc.weight, 0.02),
+        (block.attn.c_proj.weight, 0.02 / 4),  # sqrt(2 * 8 layers) = 4
+        (block.mlp.c_proj.weight, 0.02 / 4),
+    ):
+        assert parameter.std().item() == pytest.approx(std, rel=0.05)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert not any(name.endswith("bias") for name, _ in model.named_parameters())
+
+
+def test_dropout_acts_in_training_alone():
+    shape = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=24, vocab_size=101, dropout=0.5)
+    model, idx = GPT(shape), torch.randint(0, 101, (2, 24))
+    assert model.train()(idx, idx) != model(idx, idx)
+    assert model.eval()(idx, idx) == model(idx, idx)
+
+
+def test_cropped_model_gives_the_same_logits_for_short_sequences():
+    model, idx = GPT(SHAPE).eval(), torch.randint(0, 101, (2, 10))
+    before = model(idx)
+    model.crop_block_size(10)
+    assert model.config.block_size == 10
+    assert torch.equal(model(idx), before)
+
+
+def test_weights_of_another_architecture_are_refused(tmp_path):
+    from nanofit.terminal import InputError
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(InputError, match="llama"):
+        GPT.from_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="no weights at"):
+        GPT.from_checkpoint(tmp_path / "missing.pt")
+    (tmp_path / "ckpt.pt").write_bytes(b"nonsense")
+    with pytest.raises(InputError, match="not a readable checkpoint"):
+        GPT.from_checkpoint(tmp_path / "ckpt.pt")
+
+
+def test_parameters_and_flops_match_hand_counts():
+    model = GPT(SHAPE)
+    block = 12 * 32**2 + 13 * 32  # matrices; biases 3C + C + 4C + C and two norms of 2C
+    total = 101 * 32 + 24 * 32 + 2 * block + 2 * 32
+    assert model.num_params() == total
+    assert model.num_params(positions=False) == total - 24 * 32
+    assert model.flops_per_token() == 6 * (total - 24 * 32) + 12 * 2 * 32 * 24
+
+
+def hugging_face_model(activation: str):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=2,
+        n_head=4,
+        n_embd=32,
+        n_positions=24,
+        vocab_size=101,
+        activation_function=activation,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2LMHeadModel(config).eval()
+    for parameter in model.parameters():  # norms and biases too, so that each one matters
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def allocations(call) -> list[int]:
+    """Bytes of each allocation made by a call, wherever in torch it is made."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()
+    return [event.nbytes() for event in events if event.name() == "[memory]"]

@@ -1,0 +1,348 @@
+"""The run as its user starts it: same curve however it is cut, interrupted, or continued."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PROJECT, TINY_MODEL, read_metrics
+
+HALF_WAY = 7
+
+
+def test_loss_falls_and_the_run_tells_what_it_derives(tiny_run, tmp_path):
+    done = tiny_run()
+    assert done.returncode == 0, done.stderr
+    assert "4 × 2 = 8 sequences, 128 tokens" in done.stdout
+    losses = read_metrics(tmp_path / "out", "step", "loss")
+    assert sorted(losses) == list(range(12))
+    assert losses[11] < losses[0] - 0.5
+    assert sorted(read_metrics(tmp_path / "out", "eval", "val_loss")) == [6, 12]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--dropout=0.2"],
+        ["--dtype=bfloat16"],
+        ["--dtype=float16", "--dropout=0.2", "--loss=full"],
+        ["--compile=True", "--compile_after=3", "--dropout=0.2", "--dtype=float16"],
+    ],
+    ids=["dropout", "bfloat16", "float16", "compiled"],
+)
+def test_resumed_run_repeats_the_uninterrupted_losses(tiny_run, tmp_path, flags):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert tiny_run(*flags, out_dir=whole).returncode == 0
+    crash_after(HALF_WAY, tiny_run, flags, cut)
+    resumed = tiny_run(*flags, out_dir=cut)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"step {HALF_WAY}  resumed" in resumed.stdout
+    assert ("stage compiled" in resumed.stdout) == ("--compile=True" in flags)
+    for kind, value in (("step", "loss"), ("step", "grad_norm"), ("eval", "val_loss")):
+        assert read_metrics(cut, kind, value) == read_metrics(whole, kind, value)
+    assert weights(cut) == weights(whole)
+
+
+def test_float16_resumes_with_its_loss_scale(tiny_run, tmp_path):
+    assert tiny_run("--dtype=float16").returncode == 0
+    path = tmp_path / "out" / "ckpt-00000012.pt"
+    saved = torch.load(path, weights_only=True)
+    assert saved["scaler"]["_growth_tracker"] == 12  # steps since the scale last changed
+    saved["scaler"]["scale"] = 8.0
+    torch.save(saved, path)
+    assert tiny_run("--dtype=float16", "--max_iters=13").returncode == 0
+    later = torch.load(tmp_path / "out" / "ckpt-00000013.pt", weights_only=True)
+    assert (later["scaler"]["scale"], later["scaler"]["_growth_tracker"]) == (8.0, 13)
+
+
+def test_micro_batch_does_not_change_the_curve(tiny_run, tmp_path):
+    curves = []
+    for name, cut in (("a", (8, 1)), ("b", (4, 2)), ("c", (1, 8))):
+        flags = [f"--batch_size={cut[0]}", f"--gradient_accumulation_steps={cut[1]}"]
+        flags.append(f"--eval_iters={8 // cut[0]}")
+        assert tiny_run(*flags, out_dir=tmp_path / name).returncode == 0
+        curves.append(curve(tmp_path / name))
+    assert curves[1] == pytest.approx(curves[0], abs=2e-6)
+    assert curves[2] == pytest.approx(curves[0], abs=2e-6)
+
+
+def test_two_processes_give_the_curve_of_one_and_either_continues_the_other(tiny_run, tmp_path):
+    one, two, mixed = tmp_path / "one", tmp_path / "two", tmp_path / "mixed"
+    assert tiny_run(out_dir=one).returncode == 0
+    done = tiny_run(out_dir=two, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 5  loss") == 1  # the main process alone speaks
+    assert curve(two) == pytest.approx(curve(one), abs=2e-6)
+    crash_after(HALF_WAY, tiny_run, [], mixed)
+    assert tiny_run(out_dir=mixed, processes=2).returncode == 0
+    assert curve(mixed) == pytest.approx(curve(one), abs=2e-6)
+
+
+def test_sequences_that_cannot_be_shared_are_refused(tiny_run):
+    done = tiny_run("--batch_size=3", "--gradient_accumulation_steps=1", processes=2)
+    assert done.returncode != 0
+    assert done.stderr.count("error: 3 sequences per step cannot be shared by 2") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_command_continues(tiny_run, tiny_dataset, tmp_path, number):
+    out = tmp_path / "out"
+    process = start(tiny_dataset, out, "--max_iters=100000", "--eval_interval=100000")
+    wait_for(lambda: '"step": 3,' in text_of(out / "metrics.jsonl") or process.poll() is not None)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert "the same command continues" in stdout
+    saved = sorted(out.glob("ckpt-*.pt"))
+    assert len(saved) == 1
+    step = int(saved[0].stem.removeprefix("ckpt-"))
+    assert max(read_metrics(out, "step", "loss")) == step - 1  # not one finished step is lost
+    resumed = tiny_run(f"--max_iters={step + 1}", "--eval_interval=100000")
+    assert f"step {step}  resumed" in resumed.stdout, resumed.stderr
+
+
+def test_second_interrupt_ends_at_once_and_keeps_what_was_saved(tiny_dataset, tmp_path):
+    out = tmp_path / "out"
+    # One enormous step: the first interrupt waits for it, the second does not.
+    process = start(tiny_dataset, out, "--gradient_accumulation_steps=1000000")
+    wait_for(lambda: "started" in text_of(out / "metrics.jsonl"))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(tiny_run, tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    flags = ["--save_interval=3"]
+    assert tiny_run(*flags, out_dir=whole).returncode == 0
+    crash_after(6, tiny_run, flags, out)
+    for damage in (flip_a_bit, cut_in_half):
+        shutil.rmtree(tmp_path / "trial", ignore_errors=True)
+        shutil.copytree(out, tmp_path / "trial")
+        damage(tmp_path / "trial" / "ckpt-00000006.pt")
+        done = tiny_run(*flags, out_dir=tmp_path / "trial")
+        assert done.returncode == 0, done.stderr
+        assert "ckpt-00000006.pt is damaged" in done.stdout
+        assert "step 3  resumed" in done.stdout
+        assert curve(tmp_path / "trial") == curve(whole)
+    for path in out.glob("ckpt-*.pt"):
+        cut_in_half(path)
+    assert_refused(tiny_run(*flags, out_dir=out), "no readable checkpoint")
+
+
+def test_newest_checkpoints_and_the_best_are_kept(tiny_run, tmp_path):
+    # The learning rate explodes after step 4, so the best is an early one.
+    flags = ["--save_interval=2", "--eval_interval=2", "--keep_checkpoints=2"]
+    done = tiny_run(*flags, "--learning_rate=3", "--min_lr=3", "--warmup_iters=11")
+    assert done.returncode == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"ckpt-00000010.pt", "ckpt-00000012.pt", "ckpt-best.pt", "metrics.jsonl"}
+    losses = read_metrics(tmp_path / "out", "eval", "val_loss")
+    best = torch.load(tmp_path / "out" / "ckpt-best.pt", weights_only=True)
+    assert best["iter_num"] == min(losses, key=losses.get) < 12
+    assert best["best_val_loss"] == min(losses.values())
+
+
+def test_without_always_save_only_improvements_and_the_end_are_saved(tiny_run, tmp_path):
+    flags = ["--always_save_checkpoint=False", "--save_interval=2", "--eval_interval=4"]
+    assert tiny_run(*flags).returncode == 0
+    names = {path.name for path in (tmp_path / "out").glob("*.pt")}
+    assert names == {"ckpt-00000012.pt", "ckpt-best.pt"}
+
+
+def test_wsd_run_is_extended_as_if_it_had_been_longer_from_the_start(tiny_run, tmp_path):
+    flags = ["--lr_schedule=wsd", "--decay_fraction=0.5"]
+    long, extended = tmp_path / "long", tmp_path / "extended"
+    assert tiny_run(*flags, "--max_iters=20", out_dir=long).returncode == 0
+    assert tiny_run(*flags, "--max_iters=12", out_dir=extended).returncode == 0
+    done = tiny_run(*flags, "--max_iters=20", out_dir=extended)
+    assert done.returncode == 0, done.stderr
+    assert "the schedule was extended" in done.stdout
+    assert curve(extended) == curve(long)
+    # Killed after that, it goes on with the new schedule, not with the old decayed end.
+    (extended / "ckpt-00000020.pt").unlink()
+    again = tiny_run(*flags, "--max_iters=20", out_dir=extended)
+    assert "step 18  resumed" in again.stdout
+
+
+def test_extending_a_cosine_run_warns_of_the_jump_but_loses_nothing(tiny_run):
+    assert tiny_run().returncode == 0
+    done = tiny_run("--max_iters=20")
+    assert "the learning rate goes from 0.00122 to" in done.stdout
+    assert "step 12  resumed" in done.stdout
+
+
+def test_init_from_decides_between_new_and_old_runs(tiny_run, tmp_path):
+    assert_refused(tiny_run("--init_from=resume"), "no checkpoint in")
+    assert tiny_run("--init_from=scratch", "--max_iters=2").returncode == 0
+    assert_refused(tiny_run("--init_from=scratch"), "already holds a run")
+    weights_of_first = str(tmp_path / "out" / "ckpt-00000002.pt")
+    assert_refused(tiny_run(f"--init_from={weights_of_first}"), "already holds a run")
+    second = tmp_path / "second"
+    flags = [f"--init_from={weights_of_first}", "--max_iters=0", "--n_layer=7"]
+    assert (
+        tiny_run("--eval_only=True").stdout.splitlines()[-1]
+        == (tiny_run(*flags, "--eval_only=True", out_dir=second).stdout.splitlines()[-1])
+    )  # the weights bring their own shape
+    assert tiny_run("--init_from=resume", "--max_iters=3").returncode == 0
+
+
+def test_finished_run_says_so_and_changes_nothing(tiny_run, tmp_path):
+    tiny_run()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    done = tiny_run()
+    assert done.returncode == 0
+    assert "the run is complete at step 12" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--n_embd=18", "n_embd = 16 (now 18)"),
+        ("--learning_rate=0.5", "learning_rate = 0.01 (now 0.5)"),
+        ("--batch_size=16", "8 sequences per step (now 32)"),
+        ("--seed=2", "seed = 1337 (now 2)"),
+    ],
+)
+def test_another_run_is_not_continued_by_mistake(finished_run, tiny_run, flag, message):
+    assert_refused(tiny_run(flag, "--max_iters=20", out_dir=finished_run), message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dataset=/nonexistent/place"], "no dataset folder"),
+        (["--n_embd=17"], "n_embd = 17 is not divisible by n_head = 2"),
+        (["--vocab_size=10"], "vocabulary of 64"),
+        (["--block_size=5000"], "too few for block_size = 5000"),
+        (["--learning_rat=1"], "did you mean learning_rate?"),
+        (["--max_iters=many", "--dtype=float61"], "2 problems"),
+        (["missing.py"], "cannot read config file missing.py"),
+        (["--device=cuda"], "torch sees no CUDA device"),
+        (["--init_from=missing"], "no weights at missing"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_leaves_nothing_behind(tiny_run, tmp_path, flags, message):
+    if "--device=cuda" in flags and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    assert_refused(tiny_run(*flags), message)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="/dev/full and /proc are Linux's")
+def test_unwritable_out_dir_is_refused(tiny_run):
+    assert_refused(tiny_run(out_dir=Path("/proc/nowhere")), "cannot write to out_dir")
+
+
+def test_full_disk_in_mid_run_is_told_and_the_run_goes_on(tiny_dataset, tmp_path):
+    """RLIMIT_FSIZE makes every checkpoint too large to write, as a full disk does."""
+    out = tmp_path / "out"
+    process = start(tiny_dataset, out, limit_file_bytes=50_000)
+    stdout, stderr = process.communicate(timeout=120)
+    assert "step 6  save failed" in stdout
+    assert "step 11  loss" in stdout
+    assert process.returncode == 2
+    assert stderr.startswith("error: step 12 could not be saved")
+    assert not list(out.glob("*.pt*"))
+
+
+def test_parquet_without_bins_is_prepared_first(tiny_run, tmp_path):
+    folder = tmp_path / "data"
+    make_shard = [sys.executable, PROJECT / "data" / "sample" / "make_shard.py", "--size=1MB"]
+    subprocess.run([*make_shard, "--out", folder / "shard.parquet"], check=True)
+    done = tiny_run(f"--dataset={folder}", "--vocab_size=50304", "--max_iters=1")
+    assert done.returncode == 0, done.stderr
+    assert "holds parquet files but no bins" in done.stdout
+    assert (folder / "train.bin").exists()
+
+
+def test_help_lists_the_settings():
+    done = subprocess.run(
+        [sys.executable, PROJECT / "train.py", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "--learning_rate=0.0006" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def finished_run(tiny_dataset, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "out"
+    assert start(tiny_dataset, out, "--max_iters=2").wait(timeout=60) == 0
+    return out
+
+
+def start(dataset: Path, out: Path, *flags: str, limit_file_bytes: int | None = None):
+    def limit():
+        import resource
+
+        if limit_file_bytes:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_file_bytes, limit_file_bytes))
+
+    places = [f"--dataset={dataset}", f"--out_dir={out}"]
+    return subprocess.Popen(
+        [sys.executable, PROJECT / "train.py", *TINY_MODEL, *places, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit,
+    )
+
+
+def crash_after(step: int, tiny_run, flags: list[str], out: Path) -> None:
+    """Leave a run as a power cut after the checkpoint of `step` would."""
+    done = tiny_run(*flags, f"--max_iters={step}", "--lr_decay_iters=12", out_dir=out)
+    assert done.returncode == 0, done.stderr
+    (out / "ckpt-best.pt").unlink(missing_ok=True)
+    evaluations_at_the_end = f'"kind": "eval", "step": {step},'
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if evaluations_at_the_end not in line]
+    (out / "metrics.jsonl").write_text("".join(kept))
+
+
+def curve(out: Path) -> list[float]:
+    steps, evaluations = read_metrics(out, "step", "loss"), read_metrics(out, "eval", "val_loss")
+    return [value for _, value in sorted(steps.items()) + sorted(evaluations.items())]
+
+
+def weights(out: Path) -> dict[str, list[float]]:
+    model = torch.load(out / "ckpt-00000012.pt", weights_only=True)["model"]
+    return {name: tensor.tolist() for name, tensor in model.items()}
+
+
+def assert_refused(done: subprocess.CompletedProcess, message: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_in_half(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
