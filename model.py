@@ -194,25 +194,28 @@ class KVCache:
 
 
 # Rows of logits alive at once. Each costs vocab_size × 2 or 4 bytes; fewer rows mean more launches.
-_LOSS_CHUNK = nn.LinearCrossEntropyOptions(batch_chunk_size=1024)
+_CHUNK_ROWS = 1024
 
 
 def _chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy without ever holding the logits of all tokens.
 
-    reduction="none", because "mean" rounds the loss to the input's dtype (10.94 for 10.90 in
-    bfloat16) and prepares the gradients before the loss scale is known (NaN in float16).
+    In half precision torch's "mean" would round the loss itself (10.94 for 10.90 in bfloat16) and
+    makes the gradients before the loss scale is known (NaN in float16). So there the losses of
+    the tokens are asked for, at the price of computing each chunk's logits once more.
     """
     dtype = _autocast_dtype(hidden)  # autocast does not reach this op
-    losses = F.linear_cross_entropy(
+    loss = F.linear_cross_entropy(
         hidden.to(dtype),  # (N, C)
         weight.to(dtype),  # (V, C)
         targets.clamp(min=-1),  # -100 is ignored as well
         ignore_index=-1,
-        reduction="none",
-        options=_LOSS_CHUNK,
-    )  # (N)
-    return losses.float().sum() / (targets >= 0).sum()
+        reduction="mean" if dtype == torch.float32 else "none",
+        options=nn.LinearCrossEntropyOptions(
+            batch_chunk_size=_CHUNK_ROWS, allow_retain_graph=torch.compiler.is_compiling()
+        ),
+    )
+    return loss if dtype == torch.float32 else loss.float().sum() / (targets >= 0).sum()
 
 
 def _full_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

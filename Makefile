@@ -1,0 +1,41 @@
+# make demo: watch a small GPT learn.  make test: see it proven.  Both need only Python 3.11+.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test lint bench-train-step clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
+
+demo: .venv/installed  ## make a sample shard, prepare it, train a small GPT, sample from it
+	$(BIN)/python data/sample/make_shard.py --size 6MB --out data/sample/sample.parquet
+	$(BIN)/python prepare_fineweb.py data/sample/sample.parquet --out data/sample
+	$(BIN)/python train.py config/demo.py
+	$(BIN)/python sample.py --out_dir=out-demo --start="One morning" --num_samples=2
+
+test: lint  ## check the style, run the tests
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev  ## check format and style with ruff
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+bench-train-step: .venv/installed  ## one training step, ours against nanoGPT's way
+	$(BIN)/python bench/train_step.py config/train_small_30m.py \
+		--batch_size=12 --block_size=1024 --dtype=float32
+
+clean:  ## remove what make demo made, but not the installed packages
+	rm -rf out-demo data/sample/*.bin data/sample/*.parquet data/sample/meta.json
+
+.venv/installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than 3.11; use make PYTHON=python3.12"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing the packages of requirements.txt (torch is large: a few minutes)"
+	$(INSTALL) -r requirements.txt
+	touch $@
+
+.venv/installed-dev: .venv/installed requirements-dev.txt
+	$(INSTALL) -r requirements-dev.txt
+	touch $@

@@ -1,0 +1,146 @@
+"""One training step, ours against nanoGPT's way: time and peak memory, on this machine.
+
+    python bench/train_step.py config/train_small_30m.py --batch_size=12 --block_size=1024
+
+The same model, batch, precision and optimiser; nanoGPT's way returns all logits and the loss.
+Times are medians of interleaved rounds in one process; memory is each way's own process' peak.
+"""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model import GPT
+from nanofit.config import load_config
+from nanofit.device import describe_device
+from nanofit.dist import Ranks
+from nanofit.loader import MicroBatch
+from nanofit.optim import build_optimizer
+from nanofit.step import train_step
+from nanofit.terminal import compact, run_script
+
+ROUNDS = 3
+WAYS = ("nanoGPT's way", "ours")
+
+
+def main(argv: Sequence[str]) -> None:
+    if argv[:1] == ["--memory-of"]:
+        print(json.dumps(_peak_bytes(argv[1], argv[2:])))
+        return
+    steps = {way: _make_step(way, argv) for way in WAYS}
+    seconds = {way: [] for way in WAYS}
+    losses = {way: step() for way, step in steps.items()}  # warm-up
+    for _ in range(ROUNDS):
+        for way, step in steps.items():
+            started = time.perf_counter()
+            step()
+            seconds[way].append(time.perf_counter() - started)
+    del steps
+    peaks = {way: _measure_in_child(way, argv) for way in WAYS}
+    _print_table(argv, losses, {way: statistics.median(s) for way, s in seconds.items()}, peaks)
+
+
+def _make_step(way: str, argv: Sequence[str]) -> Callable[[], float]:
+    """A function that takes one step of one micro-batch and returns its loss."""
+    shape, learn, run = load_config(argv)
+    device = describe_device(run.device, run.dtype)
+    torch.manual_seed(learn.seed)
+    model = (GPT if way == "ours" else PlainGPT)(shape).to(device.torch_device)
+    idx = torch.randint(0, shape.vocab_size, (learn.batch_size, shape.block_size))
+    batch = MicroBatch(device.send(idx), device.send(idx.roll(-1, 1)), 1.0)
+    optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
+
+    def ours() -> float:
+        loss, _ = train_step(
+            model,
+            optimizer,
+            scaler,
+            [batch],
+            device=device,
+            ranks=Ranks(),
+            lr=learn.learning_rate,
+            grad_clip=learn.grad_clip,
+            seed=0,
+        )
+        return loss.item()
+
+    def plain() -> float:
+        with device.autocast():
+            _, loss = model(batch.idx, batch.targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), learn.grad_clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return ours if way == "ours" else plain
+
+
+class PlainGPT(GPT):
+    """The same model, returning what nanoGPT returns."""
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = super().forward(idx)  # (B, T, V)
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.flatten(), ignore_index=-1)
+        return logits, loss
+
+
+def _peak_bytes(way: str, argv: Sequence[str]) -> int:
+    """The process' peak over two steps: only the second meets Adam's state."""
+    step = _make_step(way, argv)
+    step()
+    step()
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # Not getrusage: after a fork its peak is at least the parent's.
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+
+
+def _measure_in_child(way: str, argv: Sequence[str]) -> int:
+    child = [sys.executable, __file__, "--memory-of", way, *argv]
+    # Freed memory goes back to the system at once, so that the peak is what was alive.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
+    return json.loads(
+        subprocess.run(child, env=environment, capture_output=True, check=True).stdout
+    )
+
+
+def _print_table(argv: Sequence[str], losses: dict, seconds: dict, peaks: dict) -> None:
+    shape, learn, run = load_config(argv)
+    device = describe_device(run.device, run.dtype)
+    tokens = learn.batch_size * shape.block_size
+    print(
+        f"{device.name}, {str(device.dtype).removeprefix('torch.')}, eager; "
+        f"{shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} wide; "
+        f"micro-batch {learn.batch_size} × {shape.block_size}; vocabulary {shape.vocab_size}\n"
+    )
+    print("| way | s/step | tokens/s | peak memory | loss of step 1 |\n|---|---|---|---|---|")
+    for way in WAYS:
+        print(
+            f"| {way} | {seconds[way]:.2f} | {compact(tokens / seconds[way])} | "
+            f"{peaks[way] / 2**30:.2f} GiB | {losses[way]:.5f} |"
+        )
+    plain, ours = WAYS
+    print(
+        f"\nspeed {seconds[plain] / seconds[ours]:.2f} × nanoGPT's way, "
+        f"memory {peaks[ours] / peaks[plain]:.2f} × nanoGPT's way"
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)
