@@ -5,6 +5,7 @@ Understood: literals, arithmetic, f-strings, names assigned before. Nothing else
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ def read_assignments(
     an underscore serve the file's own arithmetic and are not passed on.
     """
     try:
-        statements = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
+        statements = ast.parse(path.read_text(encoding="utf-8-sig"), str(path)).body
     except OSError as error:
         yield f"cannot read config file {path}: {error.strerror}"
         return
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         yield f"{path}:{line}: not a file of plain assignments ({getattr(error, 'msg', error)})"
         return
@@ -46,7 +47,7 @@ def read_assignments(
                 names[name] = value
                 if not name.startswith("_"):
                     assign(name, value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield f"{path}:{statement.lineno}: {error}"
 
 
@@ -54,14 +55,17 @@ def evaluate(text: str, names: Mapping[str, Any]) -> Any:
     """The value of one expression given as text."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body, names)
-    except SyntaxError:
+    except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"{text!r} is not a value") from None
 
 
 def _assignment(statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=expression):
-            yield name, _evaluate(expression, names)
+            value = _evaluate(expression, names)
+            if isinstance(value, str) and len(value) > 10_000:
+                raise ValueError("the text is too long")
+            yield name, value
         case ast.Expr(value=ast.Constant(value=str())):
             pass  # a docstring
         case ast.Import(names=[ast.alias(name="time")]):
@@ -75,8 +79,10 @@ def _assignment(statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[tuple
 
 def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
     match node:
-        case ast.Constant(value=bool() | int() | float() | str() | None as value):
+        case ast.Constant(value=bool() | str() | None as value):
             return value
+        case ast.Constant(value=int() | float() as value):
+            return _number(value)
         case ast.Name(id=name):
             if name not in names:
                 raise ValueError(f"{name} has no value here")
@@ -87,8 +93,10 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
             return _combine(type(sign), _evaluate(left, names), _evaluate(right, names))
         case ast.JoinedStr(values=parts):
             return "".join(_evaluate(part, names) for part in parts)
+        case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
+            return str(_evaluate(value, names))
         case ast.FormattedValue(value=value, conversion=-1, format_spec=spec):
-            return format(_evaluate(value, names), _evaluate(spec, names) if spec else "")
+            return _formatted(_evaluate(value, names), _evaluate(spec, names))
     text = ast.unparse(node)
     if "time." in text:
         raise ValueError(
@@ -104,12 +112,23 @@ def _combine(sign: type, left: Any, right: Any) -> Any:
     if sign is ast.Pow and abs(_number(right)) > 64:
         raise ValueError(f"exponent {right} is too large")
     try:
-        return _OPERATORS[sign](_number(left), _number(right))
+        return _number(_OPERATORS[sign](_number(left), _number(right)))
     except ArithmeticError as error:
         raise ValueError(str(error)) from None
+
+
+def _formatted(value: Any, spec: str) -> str:
+    if re.search(r"\d{3}", spec):
+        raise ValueError(f"format {spec!r} is too wide")
+    try:
+        return format(value, spec)
+    except TypeError:
+        raise ValueError(f"{value!r} has no format {spec!r}") from None
 
 
 def _number(value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{value!r} is not a number")
+    if not abs(value) < 2**63:  # neither inf nor nan, nor a power tower that takes minutes
+        raise ValueError("a number is too large")
     return value

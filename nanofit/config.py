@@ -112,7 +112,8 @@ class RunConfig:
     def data_dir(self) -> Path:
         """The dataset's folder: in the project's data/ unless `dataset` is a path."""
         path = Path(self.dataset)
-        return path if len(path.parts) > 1 else PROJECT / "data" / path
+        is_path = len(path.parts) > 1 or "/" in self.dataset  # Path forgets the dot of ./name
+        return path if is_path else PROJECT / "data" / path
 
     @property
     def save_every(self) -> int:
@@ -125,8 +126,9 @@ class RunConfig:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             yield f"device = {self.device!r} is not auto, cpu, mps, cuda or cuda:<number>"
         for name in ("memory_limit", "memory_reserve"):
+            value = getattr(self, name)
             try:
-                parse_size(getattr(self, name) or "0")
+                parse_size("0" if value is None else value)
             except ValueError as error:
                 yield f"{name}: {error}"
 
@@ -146,8 +148,7 @@ def load_config(argv: Sequence[str]) -> tuple[GPTConfig, TrainConfig, RunConfig]
     for flag in (word for word in argv if word.startswith("--")):
         problems += _read_flag(flag, values)
     sections = tuple(section(**_only(values, section)) for section in SECTIONS)
-    if not problems:  # a value of the wrong type would only confuse the checks between values
-        problems = [problem for section in sections for problem in section.problems()]
+    problems += [problem for section in sections for problem in section.problems()]
     if problems:
         many = f"{len(problems)} problems in the settings:\n  " if len(problems) > 1 else ""
         raise InputError(many + "\n  ".join(problems))
@@ -173,7 +174,7 @@ def flatten(*sections: Any) -> dict[str, Any]:
 
 def parse_size(text: str) -> int:
     """Bytes in a size as people write it: 512MB, 1.5 GiB, 10g, 1000."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", text.lower())
     if not match:
         raise ValueError(f"{text!r} is not a size such as 512MB or 1.5GiB")
     number, unit, binary = match.groups()

@@ -142,12 +142,12 @@ def open_bins(folder: Path, *, block_size: int, vocab_size: int) -> tuple[Bins, 
             f"--out {folder}`, or put the parquet file there"
         )
     meta = _read_meta(folder)
-    if meta.get("vocab_size", 0) > vocab_size:
+    if meta.vocab_size > vocab_size:
         raise InputError(
-            f"{folder} uses a vocabulary of {meta['vocab_size']}, more than the model's "
-            f"vocab_size = {vocab_size}; use at least {meta['vocab_size']}"
+            f"{folder} uses a vocabulary of {meta.vocab_size}, more than the model's "
+            f"vocab_size = {vocab_size}; use at least {meta.vocab_size}"
         )
-    train, val = (_open_split(folder, split, meta) for split in ("train", "val"))
+    train, val = (_open_split(folder, meta.tokens[split]) for split in ("train", "val"))
     for bins in (train, val):
         if len(bins) <= block_size:
             raise InputError(
@@ -157,21 +157,34 @@ def open_bins(folder: Path, *, block_size: int, vocab_size: int) -> tuple[Bins, 
     return train, val
 
 
-def _read_meta(folder: Path) -> dict:
-    """What prepare_fineweb.py tells of its bins; nothing for a folder that nanoGPT prepared."""
+class _Meta(NamedTuple):
+    """What prepare_fineweb.py tells of its bins."""
+
+    vocab_size: int
+    tokens: dict[str, dict[str, int | None]]  # by split and file; None: whatever the file holds
+
+
+def _read_meta(folder: Path) -> _Meta:
     path = folder / "meta.json"
+    if not path.exists():  # nanoGPT prepared it
+        return _Meta(0, {split: {f"{split}.bin": None} for split in ("train", "val")})
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        tokens = {
+            split: {str(one["file"]): int(one["tokens"]) for one in meta["splits"][split]["bins"]}
+            for split in ("train", "val")
+        }
+        if not all(tokens.values()):
+            raise ValueError("a split without bins")
+        return _Meta(int(meta["vocab_size"]), tokens)
+    except (ValueError, LookupError, TypeError):
         raise InputError(f"{path} is damaged; prepare the dataset again") from None
 
 
-def _open_split(folder: Path, split: str, meta: dict) -> Bins:
-    only_bin = {"bins": [{"file": f"{split}.bin"}]}
-    listed = meta.get("splits", {}).get(split, only_bin)["bins"]
-    for entry in listed:
-        _check_size(folder / entry["file"], entry.get("tokens"))
-    return Bins([folder / entry["file"] for entry in listed])
+def _open_split(folder: Path, tokens: dict[str, int | None]) -> Bins:
+    for file, expected in tokens.items():
+        _check_size(folder / file, expected)
+    return Bins([folder / file for file in tokens])
 
 
 def _check_size(file: Path, tokens: int | None) -> None:

@@ -4,9 +4,12 @@ Only here are numbers read from the device, and only when a line is due.
 """
 
 import json
+import math
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch import Tensor
 
@@ -35,7 +38,7 @@ class Log:
         self._peak_flops, self._sinks = peak_flops, sinks
         self._started = time.monotonic() - seconds_before
         self._mark = (first_step, time.monotonic())
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8") if is_main else None
+        self._file = _open_records(folder / "metrics.jsonl") if is_main else None
         self._progress = Progress(
             "training", last_step, done=first_step, every_s=float("inf"), quiet=not is_main
         )
@@ -49,7 +52,8 @@ class Log:
         for sink in self._sinks:
             sink.close()
         if self._file:
-            self._file.close()
+            with suppress(OSError):  # what a full disk has not taken by now is lost
+                self._file.close()
 
     @property
     def seconds(self) -> float:
@@ -78,7 +82,10 @@ class Log:
     def event(self, step: int, name: str, **details: Any) -> None:
         """Something happened that explains the curve or the speed."""
         self._write("event", step, step, {"name": name, **details})
-        told = "  ".join(f"{key} {_short(value)}" for key, value in details.items())
+        told = "  ".join(
+            f"{key} {duration(value) if key == 'seconds' else value}"
+            for key, value in details.items()
+        )
         self.say(f"step {step}  {name}  {told}".rstrip())
         self.restart_clock(step)
 
@@ -89,7 +96,9 @@ class Log:
     def _speed(self, steps_done: int) -> dict[str, float]:
         first, since = self._mark
         self._mark = (steps_done, time.monotonic())
-        tokens_per_s = (steps_done - first) * self._tokens_per_step / (self._mark[1] - since)
+        tokens_per_s = (
+            (steps_done - first) * self._tokens_per_step / max(self._mark[1] - since, 1e-9)
+        )
         if self._peak_flops is None:
             return {"tokens_per_s": tokens_per_s}
         mfu = tokens_per_s * self._flops_per_token / self._peak_flops
@@ -99,9 +108,13 @@ class Log:
         if not self._is_main:
             return
         tokens = steps_done * self._tokens_per_step
-        record = {"kind": kind, "step": step, "tokens": tokens, "seconds": self.seconds, **values}
-        self._file.write(json.dumps(record) + "\n")  # json writes floats as repr does: in full
-        self._file.flush()
+        record = {"kind": kind, "step": step, "tokens": tokens, "seconds": self.seconds}
+        record |= {name: _json_value(value) for name, value in values.items()}
+        try:
+            self._file.write(json.dumps(record) + "\n")  # json writes floats as repr does: in full
+            self._file.flush()
+        except OSError as error:  # it stays in the buffer, to be written when there is space
+            self.say(f"metrics.jsonl could not be written ({error.strerror}); going on")
         for sink in self._sinks:
             sink.write(record)
 
@@ -132,6 +145,13 @@ class WandbSink:
             self._run = None
 
 
+def _open_records(path: Path) -> TextIO:
+    """Open for appending, without a last record that a crash cut short: every line is whole."""
+    if path.exists() and path.stat().st_size:
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
+
+
 def _wandb():
     import wandb
 
@@ -146,5 +166,6 @@ def _told(values: dict[str, float]) -> str:
     )
 
 
-def _short(value: Any) -> str:
-    return duration(value) if isinstance(value, float) else str(value)
+def _json_value(value: Any) -> Any:
+    """JSON has neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -22,8 +22,8 @@ def run_script(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     try:
         sys.exit(main(sys.argv[1:]))
     except InputError as error:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every process meets it
-            print(f"error: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")  # torchrun's number of this process
+        print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -44,7 +44,9 @@ class Progress:
         self._first, self._started = done, time.monotonic()
         self._next_line = self._started + every_s
         self._quiet = quiet
-        self._console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self._console = Console(
+            quiet=quiet, highlight=False, soft_wrap=True, force_terminal=sys.stdout.isatty()
+        )
         self._live = None
 
     def __enter__(self) -> "Progress":
@@ -105,6 +107,6 @@ def duration(seconds: float) -> str:
 def compact(number: float) -> str:
     """A count in at most four digits: `950`, `56.1k`, `1.25M`, `0.73B`."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.5 * unit and number >= 1e3:
+        if number >= 0.5 * unit and number >= 999.5:
             return f"{number / unit:.3g}{name}"
     return f"{number:.3g}"

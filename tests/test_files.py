@@ -1,0 +1,119 @@
+"""A file is either whole or what it was before: after an error, a kill and a full disk."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanofit.config import PROJECT
+from nanofit.files import atomic_write, sync
+
+CHILD = """
+import os, resource, signal, sys
+from pathlib import Path
+from nanofit.files import atomic_write
+
+{before}
+with atomic_write(Path(sys.argv[1])) as temporary:
+    temporary.write_bytes(b"new" * 100_000)
+    {after}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "some.file"
+    path.write_bytes(b"old")
+    return path
+
+
+def run_child(path, *, before="", after=""):
+    code = CHILD.format(before=before, after=after)
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
+    return subprocess.run(
+        [sys.executable, "-c", code, str(path)], env=environment, capture_output=True, text=True
+    )
+
+
+def names(path):
+    return sorted(file.name for file in path.parent.iterdir())
+
+
+def test_a_whole_write_takes_the_name(path):
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert names(path) == ["some.file"]
+
+
+def test_a_first_write_needs_nothing_there(tmp_path):
+    with atomic_write(tmp_path / "first") as temporary:
+        assert temporary.parent == tmp_path  # another file system could not be renamed from
+        temporary.write_bytes(b"new")
+    assert (tmp_path / "first").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_an_error_leaves_the_old_file_and_nothing_else(path, error):
+    with pytest.raises(error), atomic_write(path) as temporary:
+        temporary.write_bytes(b"ne")
+        raise error
+    assert path.read_bytes() == b"old"
+    assert names(path) == ["some.file"]
+
+
+def test_a_writer_that_wrote_nothing_leaves_the_old_file(path):
+    with pytest.raises(FileNotFoundError), atomic_write(path):
+        pass
+    assert path.read_bytes() == b"old"
+
+
+def test_a_kill_before_the_rename_leaves_the_old_file(path):
+    child = run_child(path, after="os.kill(os.getpid(), signal.SIGKILL)")
+    assert child.returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+
+
+def test_what_a_kill_left_behind_does_not_hinder_the_next_write(path):
+    run_child(path, after="os.kill(os.getpid(), signal.SIGKILL)")
+    assert len(names(path)) == 2  # the kill came in mid-write
+    assert run_child(path).returncode == 0
+    assert path.read_bytes() == b"new" * 100_000
+    assert names(path) == ["some.file"]
+
+
+def test_a_full_disk_leaves_the_old_file_and_gives_its_space_back(path):
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
+    child = run_child(path, before=limit)
+    assert child.returncode == 1
+    assert "File too large" in child.stderr
+    assert path.read_bytes() == b"old"
+    assert names(path) == ["some.file"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc what is behind a descriptor")
+def test_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(path, monkeypatch):
+    order = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: order.append(behind(descriptor)))
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(b"new")
+    assert order == [(temporary, b"old"), (path.parent, b"new")]
+
+
+def behind(descriptor):
+    """The path behind a descriptor, and what is at the final name at this moment."""
+    path = Path(f"/proc/self/fd/{descriptor}").readlink()
+    folder = path if path.is_dir() else path.parent
+    return path, (folder / "some.file").read_bytes()
+
+
+def test_sync_takes_files_and_folders_and_tells_what_is_missing(tmp_path):
+    (tmp_path / "file").write_bytes(b"x")
+    sync(tmp_path / "file")
+    sync(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync(tmp_path / "none")

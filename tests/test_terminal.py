@@ -1,0 +1,187 @@
+"""Errors are one line and an exit code; progress is plain text in a pipe and live on a terminal."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from nanofit.config import PROJECT
+from nanofit.terminal import Progress, compact, duration
+
+PLAIN_ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": str(PROJECT), "TERM": "xterm"}
+SCRIPT = """
+from nanofit.terminal import InputError, run_script
+
+def main(argv):
+    {body}
+
+run_script(main)
+"""
+REPORTING = """
+from nanofit.terminal import Progress
+
+with Progress("counting", 4, every_s={every_s}) as progress:
+    for done in range(1, 5):
+        progress.update(done, f"seen {{done}}")
+    progress.line("done [bold]all[/bold] \u00d7 4 " + "long " * 60)
+"""
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("nanofit.terminal.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def run(code, *args, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        env=PLAIN_ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=60,
+    )
+
+
+def run_main(body, *args, **environment):
+    done = run(SCRIPT.format(body=body), *args, **environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "stdout", "stderr"),
+    [
+        ("print(argv)", 0, "['a', '--b=c']\n", ""),
+        ("return 3", 3, "", ""),
+        ("raise InputError('no x; use y')", 2, "", "error: no x; use y\n"),
+        ("raise KeyboardInterrupt", 130, "", "interrupted\n"),
+    ],
+)
+def test_a_script_ends_with_one_line_and_its_exit_code(body, code, stdout, stderr):
+    assert run_main(body, "a", "--b=c") == (code, stdout, stderr)
+
+
+def test_our_own_mistakes_keep_their_traceback():
+    code, _, stderr = run_main("assert False, 'our mistake'")
+    assert code == 1
+    assert "Traceback" in stderr and "our mistake" in stderr
+
+
+def test_an_error_of_another_process_names_it():
+    body = "raise InputError('no x')"
+    results = [run_main(body, RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
+    assert [code for code, _, _ in results] == [2, 2]
+    assert [stderr for _, _, stderr in results] == ["error: no x\n", "[rank 1] error: no x\n"]
+
+
+def test_progress_in_a_pipe_is_plain_lines_with_the_time_left():
+    *lines, last = run(REPORTING.format(every_s=0)).stdout.splitlines()
+    assert [re.sub(r"\d+s$", "_s", line) for line in lines] == [
+        "counting 25%  seen 1  eta _s",
+        "counting 50%  seen 2  eta _s",
+        "counting 75%  seen 3  eta _s",
+    ]
+    assert last == "done [bold]all[/bold] × 4 " + "long " * 60
+
+
+@pytest.mark.parametrize("demand", [{}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1"}])
+def test_no_escape_code_reaches_a_pipe(demand):
+    done = run(REPORTING.format(every_s=0), **demand)
+    assert done.returncode == 0 and done.stdout
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", done.stdout + done.stderr)
+
+
+def test_lines_in_a_pipe_come_no_more_often_than_asked(clock, capsys):
+    with Progress("counting", 100, every_s=10) as progress:
+        for done in range(1, 101):
+            clock.now += 3
+            progress.update(done)
+    percents = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert percents == [f"{done}%" for done in range(4, 100, 4)]  # every 12 seconds
+
+
+def test_a_terminal_gets_one_live_line():
+    main_end, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", REPORTING.format(every_s=0)],
+        env=PLAIN_ENVIRONMENT,
+        stdout=terminal,
+        stderr=terminal,
+    ) as child:
+        os.close(terminal)
+        shown = read_all(main_end)
+    assert child.returncode == 0
+    assert "\x1b[" in shown and "eta" in shown
+    assert "counting 25%  seen 1" not in shown
+
+
+def test_a_quiet_progress_says_nothing(capfd):
+    with Progress("counting", 2, every_s=0, quiet=True) as progress:
+        progress.update(1)
+        progress.line("hello")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_time_left_counts_only_what_this_launch_has_done(clock):
+    progress = Progress("training", 1000, done=400)
+    assert progress.eta() == "-"
+    clock.now, progress.done = clock.now + 60, 500
+    assert progress.eta() == "5m00s"  # 100 a minute, 500 to go
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (42.4, "42s"),
+        (59.6, "1m00s"),
+        (190, "3m10s"),
+        (3599.7, "1h00m"),
+        (7500, "2h05m"),
+        (86399, "23h59m"),
+        (6 * 86400 + 4 * 3600, "6d04h"),
+        (400 * 86400, "400d00h"),
+    ],
+)
+def test_durations_read_as_people_say_them(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (12.34, "12.3"),
+        (950, "950"),
+        (999.7, "1k"),
+        (1000, "1k"),
+        (56_123, "56.1k"),
+        (491_520, "492k"),
+        (524_288, "0.524M"),
+        (1_250_000, "1.25M"),
+        (730_000_000, "0.73B"),
+        (122_880_000_000, "123B"),
+    ],
+)
+def test_counts_take_at_most_four_digits(number, text):
+    assert compact(number) == text
+
+
+def read_all(descriptor):
+    pieces = []
+    while True:
+        try:
+            piece = os.read(descriptor, 65536)
+        except OSError:  # Linux says so when the other end is closed
+            piece = b""
+        if not piece:
+            os.close(descriptor)
+            return b"".join(pieces).decode()
+        pieces.append(piece)
