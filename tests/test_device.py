@@ -1,5 +1,7 @@
 """What a machine is: published peaks for known cards, None for unknown ones, clear refusals."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -108,3 +110,22 @@ def test_sending_keeps_the_numbers():
     sent = device.send(device.stage(tensor))
     assert sent.device == device.torch_device
     assert torch.equal(sent, tensor)
+
+
+def test_cuda_card_is_described_by_its_driver(monkeypatch):
+    """torch's own answers are stood in for, so that these lines run on a machine without a card."""
+    card = SimpleNamespace(name="NVIDIA GeForce RTX 4070", total_memory=12_878_610_432)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    device = describe_device("auto", local_rank=1)
+    assert chosen == [1]
+    assert device.torch_device == torch.device("cuda", 1)
+    assert (device.dtype, device.memory_bytes) == (torch.bfloat16, card.total_memory)
+    assert device.peak_flops == pytest.approx(58.3e12, rel=1e-3)
+    assert describe_device("cuda:0", "float16").dtype is torch.float16
+    with pytest.raises(InputError, match="no device cuda:2: this machine has 2"):
+        describe_device("cuda:2")

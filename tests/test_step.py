@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from model import GPT, GPTConfig
 from nanofit.config import TrainConfig
@@ -77,6 +78,22 @@ def test_evaluation_is_the_mean_over_sequences_without_dropout():
     device = describe_device("cpu")
     assert evaluate(model, cut, device=device, ranks=Ranks()) == pytest.approx(sum(one_by_one) / 5)
     assert model.training
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_step_never_waits_for_the_device(dtype):
+    """A fake tensor has no value, so reading one, as a synchronisation would, raises."""
+    device = describe_device("cpu", dtype)
+    with FakeTensorMode():
+        model = GPT(SHAPE)
+        optimizer, scaler = build_optimizer(model, LEARN), device.grad_scaler()
+        cut = [MicroBatch(*batch(2), 0.5), MicroBatch(*batch(2), 0.5)]
+        arguments = {"device": device, "ranks": Ranks(), "lr": 1e-2, "grad_clip": 1.0, "seed": 0}
+        for _ in range(2):
+            loss, norm = train_step(model, optimizer, scaler, cut, **arguments)
+        for number in (loss, norm):
+            with pytest.raises(DataDependentOutputException):
+                number.item()
 
 
 def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
