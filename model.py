@@ -193,10 +193,6 @@ class KVCache:
         return stored[0, :, :, :end], stored[1, :, :, :end]
 
 
-# Rows of logits alive at once. Each costs vocab_size × 2 or 4 bytes; fewer rows mean more launches.
-_CHUNK_ROWS = 1024
-
-
 def _chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy without ever holding the logits of all tokens.
 
@@ -212,10 +208,20 @@ def _chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         ignore_index=-1,
         reduction="mean" if dtype == torch.float32 else "none",
         options=nn.LinearCrossEntropyOptions(
-            batch_chunk_size=_CHUNK_ROWS, allow_retain_graph=torch.compiler.is_compiling()
+            batch_chunk_size=_chunk_rows(hidden.size(1)),
+            allow_retain_graph=torch.compiler.is_compiling(),
         ),
     )
     return loss if dtype == torch.float32 else loss.float().sum() / (targets >= 0).sum()
+
+
+def _chunk_rows(width: int) -> int:
+    """Tokens whose logits are alive at once: about as large a buffer as the weight itself.
+
+    Every chunk passes over the (V, C) gradient and over its (rows, V) logits, so the time is least
+    where the two are alike; measured from 96 to 576 wide. Beyond 1024 rows nothing is gained.
+    """
+    return min(max(1 << (width - 1).bit_length(), 128), 1024)
 
 
 def _full_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -121,6 +121,7 @@ def test_cuda_card_is_described_by_its_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     device = describe_device("auto", local_rank=1)
     assert chosen == [1]
     assert device.torch_device == torch.device("cuda", 1)
