@@ -65,14 +65,20 @@ class Log:
 
     def stepped(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Tell of a finished step, if a line is due."""
+        self._progress.update(step + 1)
         if not self._is_main or step % self._interval:
             return
         values = {"loss": loss.item(), "lr": lr, "grad_norm": grad_norm.item()}
         values |= self._speed(step + 1)
         self._write("step", step, step + 1, values)
-        told = _told(values)
-        self._progress.update(step + 1, told)
-        self.say(f"step {step}  {told}  eta {self._progress.eta()}")
+        speed = f"tok/s {compact(values['tokens_per_s'])}"
+        if "mfu" in values:
+            speed += f"  mfu {values['mfu']:.1%}"
+        self._progress.update(step + 1, f"loss {values['loss']:.4f}  {speed}")
+        self.say(
+            f"step {step}  loss {values['loss']:.4f}  lr {lr:.2e}  "
+            f"norm {values['grad_norm']:.2f}  {speed}  eta {self._progress.eta()}"
+        )
 
     def evaluated(self, step: int, val_loss: float) -> None:
         self._write("eval", step, step, {"val_loss": val_loss})
@@ -140,7 +146,8 @@ class WandbSink:
     def _guarded(self, call):
         try:
             return call()
-        except Exception as error:  # whatever a tracker does wrong, training goes on
+        # Whatever a tracker does wrong, training goes on; an unanswered login raises the second.
+        except (Exception, KeyboardInterrupt) as error:
             self._say(f"wandb failed ({type(error).__name__}: {error}); going on without it")
             self._run = None
 
@@ -156,14 +163,6 @@ def _wandb():
     import wandb
 
     return wandb
-
-
-def _told(values: dict[str, float]) -> str:
-    mfu = f"  mfu {values['mfu']:.1%}" if "mfu" in values else ""
-    return (
-        f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  norm {values['grad_norm']:.2f}  "
-        f"tok/s {compact(values['tokens_per_s'])}{mfu}"
-    )
 
 
 def _json_value(value: Any) -> Any:

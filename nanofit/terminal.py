@@ -85,6 +85,8 @@ class Progress:
 
     def _live_line(self) -> Table:
         grid = Table.grid(padding=(0, 1))
+        for _ in range(5):
+            grid.add_column(no_wrap=True)  # a second line would flicker
         bar = ProgressBar(total=max(self.total, 1), completed=self.done, width=24)
         share = self.done / max(self.total, 1)
         grid.add_row(self.label, bar, f"{share:4.0%}", self.note, f"eta {self.eta()}")
