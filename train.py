@@ -47,13 +47,8 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
     device = describe_device(run.device, run.dtype, local_rank=ranks.local_rank)
     _prepare_if_needed(run.data_dir, ranks, say)
     checkpoints = Checkpoints(Path(run.out_dir), run.keep_checkpoints)
-    saved = _find_saved(checkpoints, shape, learn, run, say)
-
-    torch.manual_seed(learn.seed)
-    model = _build_model(shape, run, saved).to(device.torch_device)
-    optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
+    model, optimizer, scaler, progress = _begin(checkpoints, shape, learn, run, device, say)
     train_data, val_data = _open_data(model.config, learn, run, device)
-    progress = checkpoint.unpack(saved, model, optimizer, scaler) if saved else Progress()
     say(_summary(model, learn, run, device, ranks, train_data, val_data, micro_batch_size))
 
     validate = partial(_validate, model, val_data, micro_batch_size, device, ranks)
@@ -72,7 +67,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
         stages = CompileStages(
             model, run.compile_after if run.compile else None, device, ranks, log.event
         )
-        log.event(progress.step, "resumed" if saved else "started")
+        log.event(progress.step, "resumed" if progress.step else "started")
         for step in range(progress.step, learn.max_iters + 1):
             stopping = ranks.any(stop.requested)
             ending = stopping or step == learn.max_iters
@@ -136,6 +131,23 @@ def _prepare_if_needed(folder: Path, ranks: Ranks, say: Callable[[str], None]) -
         if subprocess.run([sys.executable, script, folder, "--out", folder]).returncode:
             raise InputError(f"{folder} could not be prepared, for the reason above")
     ranks.wait()
+
+
+def _begin(
+    checkpoints: Checkpoints,
+    shape: GPTConfig,
+    learn: TrainConfig,
+    run: RunConfig,
+    device: Device,
+    say: Callable[[str], None],
+) -> tuple[GPT, torch.optim.Optimizer, torch.amp.GradScaler, Progress]:
+    """What learns, as it was when the run was last saved, or new."""
+    saved = _find_saved(checkpoints, shape, learn, run, say)
+    torch.manual_seed(learn.seed)
+    model = _build_model(shape, run, saved).to(device.torch_device)
+    optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
+    progress = checkpoint.unpack(saved, model, optimizer, scaler) if saved else Progress()
+    return model, optimizer, scaler, progress
 
 
 def _find_saved(

@@ -51,6 +51,11 @@ class Device:
         """float16 needs a loss scale; for other types this does nothing."""
         return torch.amp.GradScaler(self.type, enabled=self.dtype == torch.float16)
 
+    def enter_thread(self) -> None:
+        """Make this device the current one of a new thread, which begins on the first card."""
+        if self.type == "cuda":
+            torch.cuda.set_device(self.torch_device)
+
     def stage(self, tensor: Tensor) -> Tensor:
         """Make a tensor ready to be sent without waiting."""
         return tensor.pin_memory() if self.type == "cuda" else tensor

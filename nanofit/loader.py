@@ -57,7 +57,7 @@ class _Sequences:
         self.bins, self.block_size = bins, block_size
         self.vocab_size, self.device = vocab_size, device
         self.blocks = (len(bins) - 1) // block_size  # the last token is only a target
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._reader = ThreadPoolExecutor(1, initializer=device.enter_thread)
         self._ahead: dict[tuple, Future] = {}
 
     def start_of(self, sequence: int) -> int:

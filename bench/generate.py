@@ -1,0 +1,49 @@
+"""Tokens per second of sampling, with and without the key-value cache, on this machine.
+
+python bench/generate.py config/train_small_30m.py
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from model import GPT
+from nanofit.config import load_config
+from nanofit.device import describe_device
+from nanofit.generate import choose_token, generate
+from nanofit.terminal import run_script
+
+TOKENS, ROUNDS = 200, 3
+
+
+def main(argv: Sequence[str]) -> None:
+    shape, learn, run = load_config([*argv, "--dtype=float32"])
+    device = describe_device(run.device, run.dtype)
+    torch.manual_seed(learn.seed)
+    model = GPT(shape).to(device.torch_device)
+    prompt = device.send(torch.randint(0, 50257, (1, 16)))
+    greedy = partial(choose_token, temperature=0)
+    seconds, tokens = {True: [], False: []}, {}
+    for _ in range(ROUNDS):
+        for use_cache in seconds:
+            started = time.perf_counter()
+            drawn = generate(model, prompt, greedy, max_new_tokens=TOKENS, use_cache=use_cache)
+            tokens[use_cache] = [token.item() for token in drawn]
+            seconds[use_cache].append(time.perf_counter() - started)
+    cached, plain = (statistics.median(seconds[use_cache]) for use_cache in (True, False))
+    print(
+        f"{device.name}; {shape.n_layer} layers, {shape.n_embd} wide; {TOKENS} tokens greedily: "
+        f"{TOKENS / plain:.0f} tok/s recomputed, {TOKENS / cached:.0f} tok/s cached, "
+        f"{plain / cached:.1f} × faster; same tokens: {tokens[True] == tokens[False]}"
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)
