@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanofit.weights import read_weights
+from nanofit.terminal import InputError
+from nanofit.weights import first_line, read_weights
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,11 @@ class GPT(nn.Module):
     ) -> "GPT":
         """A model with the weights of our checkpoint, nanoGPT's, or a Hugging Face GPT-2 folder."""
         shape, weights = read_weights(Path(path))
-        model = cls(GPTConfig(**{**shape, "dropout": dropout}), loss=loss)
-        model.load_state_dict(weights)
+        try:
+            model = cls(GPTConfig(**{**shape, "dropout": dropout}), loss=loss)
+            model.load_state_dict(weights)
+        except (TypeError, RuntimeError) as error:
+            raise InputError(f"{path} does not hold a GPT-2 ({first_line(error)})") from error
         return model
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:

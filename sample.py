@@ -23,6 +23,7 @@ from nanofit.tokenizer import END_OF_TEXT, gpt2
 
 def main(argv: Sequence[str]) -> None:
     args = _parse(argv)
+    sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
     device = describe_device(args.device, args.dtype)
     model = GPT.from_checkpoint(_find_checkpoint(args)).to(device.torch_device)
     prompt = _read_prompt(args.start)
@@ -42,7 +43,7 @@ def _pieces(
     model: GPT, tokens: list[int], device: Device, args: argparse.Namespace, *, seed: int
 ) -> Iterator[str]:
     """The text that follows, in pieces as they come; it ends with the document."""
-    generator = torch.Generator(device.torch_device).manual_seed(seed)
+    generator = torch.Generator(device.torch_device).manual_seed(seed % 2**63)
     choose = partial(
         choose_token,
         temperature=args.temperature,
@@ -82,7 +83,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _at_least(least: int, kind: type):
     def parse(text: str):
         value = kind(text)
-        if value < least:
+        if not value >= least:  # nor nan
             raise argparse.ArgumentTypeError(f"{text} is less than {least}")
         return value
 

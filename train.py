@@ -48,6 +48,11 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
     _prepare_if_needed(run.data_dir, ranks, say)
     checkpoints = Checkpoints(Path(run.out_dir), run.keep_checkpoints)
     model, optimizer, scaler, progress = _begin(checkpoints, shape, learn, run, device, say)
+    if not ranks.agree(progress.step):
+        raise InputError(
+            f"the processes found different checkpoints in {run.out_dir}; "
+            "it must be a folder that all machines see"
+        )
     train_data, val_data = _open_data(model.config, learn, run, device)
     say(_summary(model, learn, run, device, ranks, train_data, val_data, micro_batch_size))
 
@@ -82,6 +87,8 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
                 if val_loss < progress.best_val_loss:
                     progress = replace(progress, best_val_loss=val_loss)
                     save(progress, name=checkpoint.BEST)
+                    if not (ending or run.always_save_checkpoint):
+                        save(progress)
             if ending:
                 break
             batches = partial(train_data.micro_batches, step, micro_batch_size, ranks)
@@ -100,7 +107,8 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
             log.stepped(step, loss, grad_norm, lr_at(step, learn))
         log.event(step, "stopped" if stopping else "finished")
     if stopping:
-        say("stopped on request; the same command continues the run")
+        again = "the same command" if run.init_from in ("auto", "resume") else "--init_from=resume"
+        say(f"stopped on request; {again} continues the run")
 
 
 def _due(interval: int, step: int) -> bool:
@@ -169,9 +177,7 @@ def _find_saved(
         if run.init_from == "resume":
             raise InputError(f"no checkpoint in {run.out_dir} to resume from")
         return None
-    saved = checkpoints.load(learn, say)
-    checkpoint.check_same_run(saved, shape, learn)
-    return saved
+    return checkpoints.load(shape, learn, say)
 
 
 def _build_model(shape: GPTConfig, run: RunConfig, saved: dict[str, Any] | None) -> GPT:
@@ -180,6 +186,11 @@ def _build_model(shape: GPTConfig, run: RunConfig, saved: dict[str, Any] | None)
     if run.init_from in ("auto", "scratch"):
         return GPT(shape, loss=run.loss)
     model = GPT.from_checkpoint(run.init_from, loss=run.loss, dropout=shape.dropout)
+    if shape.block_size > model.config.block_size:
+        raise InputError(
+            f"block_size = {shape.block_size}, but {run.init_from} has positions for "
+            f"{model.config.block_size} tokens; use --block_size={model.config.block_size}"
+        )
     model.crop_block_size(shape.block_size)
     return model
 
@@ -285,7 +296,7 @@ def _save(
         if must_succeed:
             raise InputError(
                 f"step {progress.step} could not be saved in {checkpoints.folder} ({error}); free "
-                "some space and run the same command: it continues from the checkpoint before"
+                "some space and continue from the checkpoint before with --init_from=resume"
             ) from error
         log.event(progress.step, "save failed", reason=str(error))
     else:

@@ -104,7 +104,7 @@ def _peak_bytes(way: str, argv: Sequence[str]) -> int:
     step = _make_step(way, argv)
     step()
     step()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     # Not getrusage: after a fork its peak is at least the parent's.
     status = Path("/proc/self/status").read_text()
@@ -116,7 +116,7 @@ def _measure_in_child(way: str, argv: Sequence[str]) -> int:
     # Freed memory goes back to the system at once, so that the peak is what was alive.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
     return json.loads(
-        subprocess.run(child, env=environment, capture_output=True, check=True).stdout
+        subprocess.run(child, env=environment, stdout=subprocess.PIPE, check=True).stdout
     )
 
 

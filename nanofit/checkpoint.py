@@ -48,7 +48,7 @@ class Checkpoints:
         return sorted((path for path in found if _step_of(path) is not None), reverse=True)
 
     def exist(self) -> bool:
-        return bool(self.newest_first())
+        return bool(self._candidates())
 
     def prepare_folder(self, step: int) -> None:
         """Make ready to save what follows `step`, before any work is done.
@@ -57,12 +57,14 @@ class Checkpoints:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            trial = self.folder / ".writable"
-            trial.touch()
-            trial.unlink()
-            for path in self.newest_first():
-                if _step_of(path) > step:
-                    path.rename(path.with_name("aside-" + path.name))
+            with (self.folder / "metrics.jsonl").open("a"):
+                pass
+            best = self.folder / BEST
+            later = [path for path in self.newest_first() if _step_of(path) > step]
+            if best.exists() and _step_within(best) > step:
+                later.append(best)
+            for path in later:
+                path.replace(path.with_name("aside-" + path.name))
         except OSError as error:
             raise InputError(
                 f"cannot write to out_dir {self.folder} ({error.strerror}); use another --out_dir"
@@ -77,29 +79,34 @@ class Checkpoints:
             old.unlink()
         return path
 
-    def load(self, learn: TrainConfig, say: Callable[[str], None]) -> dict[str, Any]:
+    def load(
+        self, shape: GPTConfig, learn: TrainConfig, say: Callable[[str], None]
+    ) -> dict[str, Any]:
         """The checkpoint to continue from: the newest that is whole.
 
-        If the schedule was extended after its decay had begun, the newest from before the decay.
+        If a WSD schedule was extended after its decay had begun, the newest from before the decay.
         """
         newest = None
-        for path in self._candidates(learn):
+        for path in self._candidates():
             content = _read_whole(path, say)
             if content is None:
                 continue
             newest = newest or content
+            _check_same_run(newest, shape, learn)
             if same_lr_until(content["iter_num"], _learned(content), learn):
                 if content is not newest:
                     say(f"the schedule was extended: going on from {path}, before its decay")
                 return content
+            if learn.lr_schedule != "wsd":
+                break
         if newest is None:
             raise InputError(f"no readable checkpoint in {self.folder}; start in another --out_dir")
         _warn_of_lr_jump(newest, learn, say)
         return newest
 
-    def _candidates(self, learn: TrainConfig) -> list[Path]:
-        numbered, stable = self.newest_first(), self.folder / STABLE
-        return [*numbered, stable] if learn.lr_schedule == "wsd" and stable.exists() else numbered
+    def _candidates(self) -> list[Path]:
+        named = (self.folder / name for name in (STABLE, BEST))
+        return [*self.newest_first(), *(path for path in named if path.exists())]
 
 
 def pack(
@@ -142,8 +149,12 @@ def unpack(
     return Progress(content["iter_num"], content["best_val_loss"], content["seconds"])
 
 
-def check_same_run(content: dict[str, Any], shape: GPTConfig, learn: TrainConfig) -> None:
+def _check_same_run(content: dict[str, Any], shape: GPTConfig, learn: TrainConfig) -> None:
     """Refuse to continue a run with another shape or recipe than it was begun with."""
+    if content.get("format", FORMAT) > FORMAT:
+        raise InputError(
+            f"{content['config']['out_dir']} was saved by a newer version; update first"
+        )
     before, now = content["config"], flatten(shape, learn)
     differing = [
         f"{name} = {before[name]} (now {value})"
@@ -170,18 +181,31 @@ def _learned(content: dict[str, Any]) -> TrainConfig:
     return TrainConfig(**{f.name: saved[f.name] for f in fields(TrainConfig) if f.name in saved})
 
 
+def _step_within(path: Path) -> float:
+    """The step a checkpoint was saved at; a damaged one counts as too late."""
+    try:
+        return read_checkpoint(path)["iter_num"]
+    except InputError:
+        return float("inf")
+
+
 def _read_whole(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
     """A checkpoint's content; None, and a word about it, if the file is damaged."""
     try:
         # torch.load checks no CRC: a flipped bit would load silently.
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is None:
-            return read_checkpoint(path, mmap=False)
-    except (zipfile.BadZipFile, OSError, InputError):
-        pass
-    say(f"{path} is damaged; trying the one before it")
-    return None
+            damaged = archive.testzip() is not None
+    except zipfile.BadZipFile:
+        damaged = True
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror})") from error
+    if damaged:
+        say(f"{path} is damaged; trying the one before it")
+        return None
+    content = read_checkpoint(path, mmap=False)
+    if not {"config", "optimizer", "iter_num"} <= content.keys():
+        raise InputError(f"{path} is no checkpoint of ours; start from it with --init_from={path}")
+    return content
 
 
 def _warn_of_lr_jump(

@@ -41,7 +41,9 @@ class CompileStages:
             _uncompile(self._model)
             failure = failure or "it failed in another process"
         self.stage = "eager for good" if failure else "compiled"
-        details = {"reason": failure} if failure else {"seconds": time.monotonic() - started}
+        details = (
+            {"reason": failure} if failure else {"compile_seconds": time.monotonic() - started}
+        )
         self._event(step, "compile", stage=self.stage, **details)
 
     def _try(self, batch: MicroBatch) -> str | None:
@@ -57,6 +59,7 @@ class CompileStages:
             return _reason(error)
         finally:
             self._model.zero_grad(set_to_none=True)
+            self._model.train()  # a failure within an evaluation leaves it otherwise
         if not abs(compiled_loss - eager_loss) <= AGREEMENT * abs(eager_loss):
             return f"the compiled loss {compiled_loss:.4f} differs from the eager {eager_loss:.4f}"
         return None

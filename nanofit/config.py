@@ -84,19 +84,19 @@ class RunConfig:
     loss: Annotated[
         Literal["chunked", "full"], "chunked never holds all logits; full is the plain way"
     ] = "chunked"
-    autofit: Annotated[bool, "find the largest micro-batch that survives"] = True
+    autofit: Annotated[bool, "find the largest micro-batch that survives (not yet in use)"] = True
     autofit_goal: Annotated[
-        Literal["largest", "fastest"], "which of the surviving micro-batches to take"
+        Literal["largest", "fastest"], "which of those micro-batches to take (not yet in use)"
     ] = "largest"
-    memory_limit: Annotated[str | None, "use no more than this, as in 10GB"] = None
-    memory_reserve: Annotated[
-        str | None, "leave this much free, as in 512MB; None: 5 % and 128 MiB"
-    ] = None
-    savers: Annotated[Literal["off", "auto"], "trade time for memory when nothing else fits"] = (
-        "off"
+    memory_limit: Annotated[str | None, "use no more than this, as in 10GB (not yet in use)"] = None
+    memory_reserve: Annotated[str | None, "leave this much free, as in 512MB (not yet in use)"] = (
+        None
     )
+    savers: Annotated[
+        Literal["off", "auto"], "trade time for memory when nothing else fits (not yet in use)"
+    ] = "off"
     eval_interval: Annotated[int, "steps between evaluations"] = 2000
-    eval_iters: Annotated[int, "validation batches of batch_size sequences each"] = 200
+    eval_iters: Annotated[int, "validation sequences, in units of batch_size"] = 200
     eval_only: Annotated[bool, "evaluate once and stop"] = False
     log_interval: Annotated[int, "steps between log lines"] = 10
     save_interval: Annotated[int | None, "steps between checkpoints; None: eval_interval"] = None

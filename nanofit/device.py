@@ -74,6 +74,8 @@ def describe_device(name: str = "auto", dtype: str = "auto", *, local_rank: int 
         if not torch.backends.mps.is_available():
             raise InputError("device = 'mps' is not available here; use device = 'auto'")
         return Device(torch.device("mps"), "Apple GPU", _dtype(dtype, torch.float32), None, None)
+    if kind != "cpu":
+        raise InputError(f"device = {name!r} is none of auto, cpu, cuda and mps")
     # Compiled embedding gradients use atomic adds, in any order, unless told otherwise.
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = False

@@ -36,6 +36,14 @@ class Ranks:
         dist.all_reduce(flags)
         return bool(flags)
 
+    def agree(self, number: int) -> bool:
+        """Whether the number is the same in all processes."""
+        if self.world == 1:
+            return True
+        ends = torch.tensor([number, -number])
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        return ends.sum().item() == 0
+
     def wait(self) -> None:
         """Go on when all processes have come this far."""
         self.any(False)

@@ -42,13 +42,14 @@ def choose_token(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Draw the next token of each row (B) from logits (B, V); temperature 0 takes the likeliest."""
-    if temperature == 0:
+    if temperature < 1e-4:  # smaller ones overflow
         return logits.argmax(dim=-1)
     probabilities, tokens = (logits.float() / temperature).softmax(dim=-1).sort(descending=True)
     if top_k is not None:
         probabilities[:, top_k:] = 0
     if top_p is not None:
-        before = probabilities.cumsum(dim=-1) - probabilities  # the first token always stays
+        before = probabilities.cumsum(dim=-1) - probabilities
+        before[:, 0] = -1  # the likeliest token always stays
         probabilities[before >= top_p] = 0
     drawn = torch.multinomial(probabilities, 1, generator=generator)
     return tokens.gather(1, drawn).squeeze(1)

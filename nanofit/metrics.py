@@ -89,7 +89,7 @@ class Log:
         """Something happened that explains the curve or the speed."""
         self._write("event", step, step, {"name": name, **details})
         told = "  ".join(
-            f"{key} {duration(value) if key == 'seconds' else value}"
+            f"{key} {duration(value) if key.endswith('seconds') else value}"
             for key, value in details.items()
         )
         self.say(f"step {step}  {name}  {told}".rstrip())
@@ -115,6 +115,7 @@ class Log:
             return
         tokens = steps_done * self._tokens_per_step
         record = {"kind": kind, "step": step, "tokens": tokens, "seconds": self.seconds}
+        assert not record.keys() & values.keys(), "a detail must not replace what every record has"
         record |= {name: _json_value(value) for name, value in values.items()}
         try:
             self._file.write(json.dumps(record) + "\n")  # json writes floats as repr does: in full

@@ -13,7 +13,7 @@ class Stop:
 
 @contextmanager
 def watch_for_stop() -> Iterator[Stop]:
-    """SIGINT and SIGTERM ask for a clean end; a second one ends the process at once."""
+    """SIGINT, SIGTERM and SIGHUP ask for a clean end; a second one ends the process at once."""
     stop = Stop()
 
     def request(number, frame):
@@ -21,7 +21,10 @@ def watch_for_stop() -> Iterator[Stop]:
         for kind, handler in before.items():
             signal.signal(kind, handler)
 
-    before = {kind: signal.signal(kind, request) for kind in (signal.SIGINT, signal.SIGTERM)}
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP; nohup ignores it
+    kinds = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    kinds = [kind for kind in kinds if signal.getsignal(kind) is not signal.SIG_IGN]
+    before = {kind: signal.signal(kind, request) for kind in kinds}
     try:
         yield stop
     finally:

@@ -28,6 +28,9 @@ def run_script(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        _discard_output()
+        sys.exit(1)
 
 
 class Progress:
@@ -44,7 +47,7 @@ class Progress:
         self._first, self._started = done, time.monotonic()
         self._next_line = self._started + every_s
         self._quiet = quiet
-        self._console = Console(
+        self._console = _Console(
             quiet=quiet, highlight=False, soft_wrap=True, force_terminal=sys.stdout.isatty()
         )
         self._live = None
@@ -73,7 +76,10 @@ class Progress:
 
     def line(self, text: str) -> None:
         """Print a line that stays, above the live one."""
-        self._console.print(Text(text))
+        try:
+            self._console.print(Text(text))
+        except OSError:  # the log file's disk is full, or the terminal is gone: the job goes on
+            self._console.quiet = True
 
     def eta(self) -> str:
         """Time left at the speed so far."""
@@ -91,6 +97,18 @@ class Progress:
         share = self.done / max(self.total, 1)
         grid.add_row(self.label, bar, f"{share:4.0%}", self.note, f"eta {self.eta()}")
         return grid
+
+
+class _Console(Console):
+    """A console whose reader may leave, as `head` does, without ending the job."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        _discard_output()
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from nanofit.terminal import InputError
 
 # Hugging Face keeps these as Conv1D: input features first.
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-_GELU_OF_ARCH = {"gelu": "gpt2", "gelu_new": "gpt2-tanh", "gelu_pytorch_tanh": "gpt2-tanh"}
+_ARCH_OF_GELU = {"gelu": "gpt2", "gelu_new": "gpt2-tanh", "gelu_pytorch_tanh": "gpt2-tanh"}
 
 
 def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -21,10 +21,10 @@ def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
         raise InputError(
             f"no weights at {path}: give a checkpoint file, or a folder with config.json and "
-            "model.safetensors (huggingface-cli download gpt2 --local-dir gpt2)"
+            "model.safetensors (hf download gpt2 --local-dir gpt2)"
         )
     checkpoint = read_checkpoint(path)
-    return checkpoint["model_args"], without_compile_prefix(checkpoint["model"])
+    return checkpoint["model_args"], _without_masks(without_compile_prefix(checkpoint["model"]))
 
 
 def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise InputError(f"{path} is not a readable checkpoint ({_first_line(error)})") from error
+        raise InputError(f"{path} is not a readable checkpoint ({first_line(error)})") from error
     missing = {"model", "model_args"} - set(checkpoint if isinstance(checkpoint, dict) else ())
     if missing:
         raise InputError(
@@ -53,36 +53,33 @@ def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config.get("model_type") != "gpt2":
-        raise InputError(
-            f"{folder} holds a {config.get('model_type')} model; only gpt2 can be read"
-        )
-    if config.get("activation_function", "gelu_new") not in _GELU_OF_ARCH:
-        raise InputError(f"{folder}: activation {config['activation_function']} is not supported")
     try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        shape = _shape_of_hugging_face(config)
         stored = load_file(folder / "model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"cannot read {folder}/model.safetensors ({_first_line(error)})"
-        ) from error
-    shape = {
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{folder} does not hold a GPT-2 ({reason})") from error
+    return shape, _rename_hugging_face(_without_masks(stored))
+
+
+def _shape_of_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
+    if config["model_type"] != "gpt2":
+        raise ValueError(f"it is a {config['model_type']} model")
+    return {
         "n_layer": config["n_layer"],
         "n_head": config["n_head"],
         "n_embd": config["n_embd"],
         "block_size": config["n_positions"],
         "vocab_size": config["vocab_size"],
         "bias": True,
-        "arch": _GELU_OF_ARCH[config.get("activation_function", "gelu_new")],
+        "arch": _ARCH_OF_GELU[config.get("activation_function", "gelu_new")],
     }
-    return shape, _rename_hugging_face(stored)
 
 
 def _rename_hugging_face(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     weights = {}
     for name, tensor in stored.items():
-        if name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # causal masks of old versions
         if name.endswith(_TRANSPOSED):
             tensor = tensor.t().contiguous()
         weights["transformer." + name.removeprefix("transformer.")] = tensor.float()
@@ -91,5 +88,11 @@ def _rename_hugging_face(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights
 
 
-def _first_line(error: Exception) -> str:
+def _without_masks(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Old versions of both store their causal masks as if they were weights."""
+    masks = (".attn.bias", ".attn.masked_bias")
+    return {name: tensor for name, tensor in weights.items() if not name.endswith(masks)}
+
+
+def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

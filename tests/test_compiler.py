@@ -39,6 +39,7 @@ def test_failing_compiler_leaves_an_eager_model_that_still_learns(monkeypatch, t
     stages, events = make_stages(model, compile_after=0)
     stages.advance(0, lambda: iter([batch]))
     assert stages.stage == "eager for good"
+    assert model.training
     loss = model(batch.idx, batch.targets)
     loss.backward()
     assert torch.equal(loss, expected)

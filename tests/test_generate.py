@@ -31,7 +31,7 @@ def test_recomputed_tokens_are_the_likeliest_by_the_plain_forward():
     torch.manual_seed(3)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=97)).eval()
     context = torch.randint(0, 97, (1, 4))
-    for token in generate(model, context, GREEDY, max_new_tokens=15):
+    for token in generate(model, context, GREEDY, max_new_tokens=15, use_cache=False):
         expected = model(context)[:, -1].argmax(dim=-1)
         assert torch.equal(token, expected)
         context = torch.cat([context, token[:, None]], dim=1)
@@ -43,6 +43,7 @@ def test_recomputed_tokens_are_the_likeliest_by_the_plain_forward():
         ({}, {0, 1, 2, 3}),
         ({"top_k": 2}, {3, 1}),
         ({"top_k": 9}, {0, 1, 2, 3}),
+        ({"top_p": 0.0}, {3}),
         ({"top_p": 0.4}, {3}),
         ({"top_p": 0.5}, {3, 1}),
         ({"top_p": 0.75}, {3, 1, 0}),

@@ -28,6 +28,8 @@ def test_nanogpt_checkpoint_gives_the_logits_of_its_weights(tmp_path, prefix):
         if name.endswith("weight") and (".c_" in name):
             tensor = tensor.t()  # nanoGPT keeps Linear layers, Hugging Face Conv1D
         weights[prefix + name] = tensor
+    # Where nanoGPT finds no flash attention it stores its masks.
+    weights[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24).tril()
     model_args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24}
     model_args |= {"bias": True, "vocab_size": 101, "dropout": 0.1}
     torch.save({"model": weights, "model_args": model_args, "iter_num": 7}, tmp_path / "ckpt.pt")
@@ -72,12 +74,18 @@ def test_ignored_labels_do_not_count():
         torch.testing.assert_close(model(idx, masked), of_first)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("loss", "rows"), [("chunked", 128), ("full", 3 * 1024)])
-def test_largest_allocation_of_a_step_is_one_chunk_of_logits(loss, rows):
+def test_largest_allocation_of_a_step_is_one_chunk_of_logits(loss, rows, dtype):
     shape = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=1024, vocab_size=30000)
     model = GPT(shape, loss=loss)
     idx = torch.randint(0, 30000, (3, 1024))
-    assert max(allocations(lambda: model(idx, idx).backward())) == rows * 30000 * 4
+
+    def step():
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            model(idx, idx).backward()
+
+    assert max(allocations(step)) == rows * 30000 * 4
 
 
 def test_logits_do_not_depend_on_later_tokens():
@@ -129,6 +137,12 @@ def test_weights_of_another_architecture_are_refused(tmp_path):
         GPT.from_checkpoint(tmp_path)
     with pytest.raises(InputError, match="no weights at"):
         GPT.from_checkpoint(tmp_path / "missing.pt")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="does not hold a GPT-2"):
+        GPT.from_checkpoint(tmp_path)
+    torch.save({"model": {}, "model_args": {"rope": True}}, tmp_path / "fork.pt")
+    with pytest.raises(InputError, match="does not hold a GPT-2"):
+        GPT.from_checkpoint(tmp_path / "fork.pt")
     (tmp_path / "ckpt.pt").write_bytes(b"nonsense")
     with pytest.raises(InputError, match="not a readable checkpoint"):
         GPT.from_checkpoint(tmp_path / "ckpt.pt")

@@ -52,6 +52,8 @@ def test_prompt_may_come_from_a_file_or_from_standard_input(run_folder, tmp_path
         (["--out_dir=nowhere"], "no checkpoint in nowhere"),
         (["--checkpoint=nowhere.pt"], "no weights at nowhere.pt"),
         (["--temperature=-1"], "-1 is less than 0"),
+        (["--temperature=nan"], "nan is less than 0"),
+        (["--device=foo"], "device = 'foo' is none of"),
         (["--start=FILE:nowhere.txt"], "cannot read the prompt"),
     ],
 )

@@ -1,0 +1,47 @@
+"""Two real processes over gloo against the arithmetic of one."""
+
+import subprocess
+import sys
+
+import torch
+from conftest import PROJECT
+
+from nanofit.dist import Ranks
+
+SCRIPT = """
+import torch
+from nanofit.dist import start_ranks
+with start_ranks("gloo") as ranks:
+    tensors = [torch.full((3,), float(ranks.rank + 1)), torch.tensor(float(ranks.rank))]
+    ranks.sum_(tensors)
+    ranks.wait()
+    print([
+        ranks.world, [t.tolist() for t in tensors],
+        ranks.any(ranks.rank == 1), ranks.any(False), ranks.agree(7), ranks.agree(ranks.rank),
+    ], flush=True)
+"""
+
+
+def test_two_processes_sum_and_agree(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    line = "[2, [[3.0, 3.0, 3.0], 1.0], True, False, True, False]\n"
+    assert done.stdout == 2 * line, done.stderr
+
+
+def test_world_of_one_changes_nothing():
+    ranks, tensor = Ranks(), torch.ones(2)
+    ranks.sum_([tensor])
+    assert tensor.tolist() == [1.0, 1.0]
+    assert (ranks.any(True), ranks.any(False), ranks.agree(3), ranks.is_main) == (
+        True,
+        False,
+        True,
+        True,
+    )
