@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test lint bench-train-step clean
+SHARD ?= data/sample/sample.parquet
+
+.PHONY: help demo test lint bench-train-step bench-generate bench-prepare bench-prepare-large clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -25,6 +27,15 @@ bench-train-step: .venv/installed  ## one training step, ours against nanoGPT's 
 	$(BIN)/python bench/train_step.py config/train_small_30m.py \
 		--batch_size=12 --block_size=1024 --dtype=float32
 
+bench-generate: .venv/installed  ## sampling with and without the key-value cache
+	$(BIN)/python bench/generate.py config/train_gpt2_124m.py
+
+bench-prepare: .venv/installed-extras  ## prepare SHARD=..., ours against nanoGPT's and llm.c's ways
+	$(BIN)/python bench/prepare.py $(SHARD)
+
+bench-prepare-large: .venv/installed  ## peak memory on shards that are hard to hold
+	$(BIN)/python bench/prepare_large.py
+
 clean:  ## remove what make demo made, but not the installed packages
 	rm -rf out-demo data/sample/*.bin data/sample/*.parquet data/sample/meta.json
 
@@ -36,6 +47,10 @@ clean:  ## remove what make demo made, but not the installed packages
 	$(INSTALL) -r requirements.txt
 	touch $@
 
-.venv/installed-dev: .venv/installed requirements-dev.txt
+.venv/installed-extras: .venv/installed requirements-extras.txt
+	$(INSTALL) -r requirements-extras.txt
+	touch $@
+
+.venv/installed-dev: .venv/installed requirements-dev.txt requirements-extras.txt
 	$(INSTALL) -r requirements-dev.txt
 	touch $@

@@ -1,0 +1,384 @@
+"""Parquet shards, local or remote: found, checked, and read as bounded chunks of documents."""
+
+import hashlib
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanofit.terminal import InputError
+
+CHUNK_BYTES = 4 * 2**20  # of text at once: enough to be quick, little to hold
+CHUNK_ROWS = 1024
+READ_BUFFER_BYTES = 2**20  # pages stream through this, so a giant row group is never held whole
+COUNT_COLUMN = "token_count"  # FineWeb's own count of GPT-2 tokens, without end-of-text
+
+# A flipped bit rarely breaks a page without checksums, so shards we know are held to their digest.
+KNOWN_SHA256 = {  # by (name, bytes)
+    ("000_00000.parquet", 2_147_531_358): (
+        "c84e6941d787b50959521df6d6894a91397c8b2db13f8a9c8fe0f8782872e930"  # CC-MAIN-2013-20
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parquet file with a readable footer and a usable text column."""
+
+    location: str  # as given: a path or an address
+    bytes: int
+    modified_ns: int | None  # when its content last changed; None for a remote file
+    touched_ns: int | None  # the same or later: a file moved to this name counts as well
+    rows: int  # to use, from the first on
+    group_rows: tuple[int, ...]
+    group_bytes: tuple[int, ...]  # of text before compression, as far as the footer knows
+    text_column: str
+    has_counts: bool
+
+    @property
+    def name(self) -> str:
+        return self.location.replace(os.sep, "/").rsplit("/", 1)[-1]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of one row group."""
+
+    texts: pa.Array
+    counts: pa.Array | None  # the file's own token counts
+    is_first_of_group: bool
+    end: tuple[int, int]  # the shard's index, and its first row after this chunk
+
+    @property
+    def bytes(self) -> int:
+        return self.texts.nbytes
+
+
+def find_shards(inputs: Iterable[str]) -> list[str]:
+    """The parquet files meant by paths, folders and addresses, in a fixed order."""
+    locations = [location for given in inputs for location in _expand(given)]
+    repeated = [location for location, count in Counter(locations).items() if count > 1]
+    if repeated:
+        raise InputError(f"given more than once: {', '.join(repeated[:3])}")
+    return locations
+
+
+def open_shards(locations: list[str], text_column: str) -> list[Shard]:
+    """Read and check every footer; several at a time, since a remote one is mostly waiting."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda location: _open_shard(location, text_column), locations))
+
+
+def read_chunks(shard: Shard, index: int = 0, start_row: int = 0) -> Iterator[Chunk]:
+    """The shard's documents from a row on, in order, a bounded number of bytes at once."""
+    with _parquet_file(shard.location) as file:
+        for row, is_first_of_group, batch in _batches(file, shard, start_row):
+            end_row = min(row + batch.num_rows, shard.rows)
+            for start, end in _cut(batch.column(0), max(start_row - row, 0), end_row - row):
+                wanted = batch.slice(start, end - start)
+                yield Chunk(
+                    texts=wanted.column(0),
+                    counts=wanted.column(1) if shard.has_counts else None,
+                    is_first_of_group=is_first_of_group and start == 0,
+                    end=(index, row + end),
+                )
+
+
+def text_offsets(texts: pa.Array) -> np.ndarray:
+    """Where each text begins and ends in the array's buffer of UTF-8."""
+    width = np.int64 if pa.types.is_large_string(texts.type) else np.int32
+    return np.frombuffer(texts.buffers()[1], width)[texts.offset : texts.offset + len(texts) + 1]
+
+
+def mean_token_count(shard: Shard) -> float | None:
+    """The shard's own mean number of tokens per row, from one column; None if that is not cheap."""
+    if not shard.has_counts or not shard.rows or is_remote(shard.location):
+        return None
+    with _parquet_file(shard.location) as file:
+        counts = file.read(columns=[COUNT_COLUMN])[COUNT_COLUMN]
+    return float(np.nan_to_num(counts.to_numpy()).mean())
+
+
+def sha256_of(shard: Shard) -> str:
+    """The digest of the whole file."""
+    digest = hashlib.sha256()
+    with _binary_file(shard.location) as file:
+        while block := file.read(READ_BUFFER_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class SourceDigests:
+    """The SHA-256 of each shard, computed beside the encoding and held to what it must be."""
+
+    def __init__(self, shards: list[Shard], expected: list[str | None], known: dict):
+        self._shards, self._expected, self._known = shards, expected, known
+        self._pool, self._running = ThreadPoolExecutor(1), {}
+
+    def __enter__(self) -> "SourceDigests":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def start(self, index: int) -> None:
+        """Begin with a shard as it is read; with a remote one only if there is need to know."""
+        if str(index) in self._known or index in self._running:
+            return
+        if is_remote(self._shards[index].location) and not self._expected[index]:
+            self._known[str(index)] = None
+        else:
+            self._running[index] = self._pool.submit(sha256_of, self._shards[index])
+
+    def finish(self) -> None:
+        """Have the digests of all shards, also of those a killed run had read but not digested."""
+        for index in range(len(self._shards)):
+            self.start(index)
+        self.check(wait=True)
+
+    def check(self, *, wait: bool = False) -> None:
+        """Record the digests that are ready, or with `wait` all; a wrong one is bad input."""
+        for index, future in list(self._running.items()):  # a copy: the reader starts more
+            if not wait and not future.done():
+                continue
+            digest = self._known[str(index)] = self._running.pop(index).result()
+            if digest != (self._expected[index] or digest):
+                raise InputError(
+                    f"{self._shards[index].location} is damaged: its SHA-256 is {digest}, "
+                    f"not {self._expected[index]}; fetch it again"
+                )
+
+
+def expected_digests(shards: list[Shard], given: list[str]) -> list[str | None]:
+    """The SHA-256 each shard must have: as given, else as known for that name and size."""
+    if given and len(given) != len(shards):
+        raise InputError(
+            f"--sha256 got {len(given)} digests for {len(shards)} files; give one each"
+        )
+    if given:
+        return [digest.lower() for digest in given]
+    return [KNOWN_SHA256.get((shard.name, shard.bytes)) for shard in shards]
+
+
+def is_remote(location: str) -> bool:
+    return "://" in location
+
+
+def _expand(given: str) -> list[str]:
+    if is_remote(given):
+        return _expand_remote(given)
+    path = Path(given)
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*.parquet") if not _is_hidden(p.relative_to(path)))
+        if not found:
+            raise InputError(f"{given} is a folder without .parquet files")
+        return [str(p) for p in found]
+    if not path.exists():
+        raise InputError(f"{given} does not exist")
+    return [given]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _expand_remote(given: str) -> list[str]:
+    if given.endswith(".parquet"):
+        return [given]
+    filesystem, path = _filesystem(given)
+    found = sorted(p for p in filesystem.find(path) if p.endswith(".parquet"))
+    if not found:
+        raise InputError(f"{given} holds no .parquet files")
+    return [filesystem.unstrip_protocol(p) for p in found]
+
+
+def _open_shard(location: str, text_column: str) -> Shard:
+    with _parquet_file(location) as file:
+        metadata, schema = file.metadata, file.schema_arrow
+        _check_text_column(location, schema, text_column)
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        column = next(
+            index
+            for index in range(metadata.num_columns)
+            if metadata.schema.column(index).path.split(".")[0] == text_column
+        )
+        has_counts = COUNT_COLUMN in schema.names and pa.types.is_integer(
+            schema.field(COUNT_COLUMN).type
+        )
+        bytes, modified_ns, touched_ns = _status(location)
+        return Shard(
+            location=location,
+            bytes=bytes,
+            modified_ns=modified_ns,
+            touched_ns=touched_ns,
+            rows=metadata.num_rows,
+            group_rows=tuple(group.num_rows for group in groups),
+            group_bytes=tuple(group.column(column).total_uncompressed_size for group in groups),
+            text_column=text_column,
+            has_counts=has_counts,
+        )
+
+
+def _check_text_column(location: str, schema: pa.Schema, text_column: str) -> None:
+    found = ", ".join(f"{field.name} ({field.type})" for field in schema)
+    if text_column not in schema.names:
+        raise InputError(
+            f"{location} has no column {text_column!r}; it has {found}: choose with --text_column"
+        )
+    kind = schema.field(text_column).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise InputError(
+            f"{location}: column {text_column!r} holds {kind}, not text; the columns are {found}"
+        )
+
+
+def _batches(
+    file: pq.ParquetFile, shard: Shard, start_row: int
+) -> Iterator[tuple[int, bool, pa.RecordBatch]]:
+    """(first row, whether it begins a row group, rows) of each batch that may hold wanted rows."""
+    row = 0
+    for group, group_rows in enumerate(shard.group_rows):
+        group_end = row + group_rows
+        if start_row < group_end and row < shard.rows:
+            for number, batch in enumerate(_group_batches(file, shard, group)):
+                yield row, number == 0, batch
+                row += batch.num_rows
+        row = group_end
+
+
+def _group_batches(file: pq.ParquetFile, shard: Shard, group: int) -> Iterator[pa.RecordBatch]:
+    """A row group in batches of about CHUNK_BYTES; what is damaged is told as such."""
+    columns = [shard.text_column, *([COUNT_COLUMN] if shard.has_counts else [])]
+    bytes_per_row = max(shard.group_bytes[group] / max(shard.group_rows[group], 1), 1)
+    batch_rows = min(max(round(CHUNK_BYTES / bytes_per_row), 1), CHUNK_ROWS)
+    rows = 0
+    try:
+        for batch in file.iter_batches(batch_rows, [group], columns, use_threads=False):
+            batch.validate(full=True)  # among others that the text is UTF-8
+            rows += batch.num_rows
+            yield _with_plain_text(batch.select(columns))
+    except (pa.ArrowException, OSError) as error:
+        if getattr(error, "errno", None):
+            raise  # the disk or the network fails, not the file
+        raise InputError(
+            f"{shard.location} is damaged in row group {group} ({_first_line(error)}); "
+            "fetch it again"
+        ) from error
+    if rows != shard.group_rows[group]:
+        raise InputError(
+            f"{shard.location} is damaged: row group {group} holds {rows} rows, "
+            f"its footer says {shard.group_rows[group]}; fetch it again"
+        )
+
+
+def _with_plain_text(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with its texts as UTF-8 and offsets, whatever type the file gives them."""
+    texts = batch.column(0)
+    if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type):
+        return batch
+    return batch.set_column(0, batch.schema.names[0], texts.cast(pa.large_string()))
+
+
+def _cut(texts: pa.Array, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows with about CHUNK_BYTES each, so that long documents come one at a time."""
+    offsets = text_offsets(texts)
+    while start < end:
+        fitting = np.searchsorted(offsets, offsets[start] + CHUNK_BYTES, side="right") - 1
+        cut = min(max(int(fitting), start + 1), end)
+        yield start, cut
+        start = cut
+
+
+@contextmanager
+def _parquet_file(location: str) -> Iterator[pq.ParquetFile]:
+    with _binary_file(location) as file:
+        try:
+            parquet = pq.ParquetFile(
+                file, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True
+            )
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(_why_no_footer(location, file, error)) from error
+        yield parquet
+
+
+def _why_no_footer(location: str, file: BinaryIO, error: Exception) -> str:
+    file.seek(0)
+    head = file.read(16)
+    if not head:
+        return f"{location} is empty"
+    if head.startswith(b"PAR1"):
+        return f"{location} is truncated or damaged ({_first_line(error)}); fetch it again"
+    return f"{location} is not a parquet file: it begins with {head!r}"
+
+
+@contextmanager
+def _binary_file(location: str) -> Iterator[BinaryIO]:
+    try:
+        with _open_remote(location) if is_remote(location) else pa.OSFile(location) as file:
+            yield file
+    except (InputError, pa.ArrowException):
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_remote(location):
+            raise
+        # Every protocol has its own kinds of errors.
+        raise InputError(f"cannot read {location}: {_first_line(error)}") from error
+
+
+def _open_remote(location: str) -> BinaryIO:
+    filesystem, path = _filesystem(location)
+    file = filesystem.open(path, "rb")
+    try:
+        file.seek(-1, os.SEEK_END)
+        file.read(1)
+        file.seek(0)
+    except ValueError:  # this server sends a file from its beginning or not at all
+        file.close()
+        return pa.OSFile(f"{_fetched(location).name}/copy")
+    return file
+
+
+@cache
+def _fetched(location: str) -> tempfile.TemporaryDirectory:
+    """A temporary folder with a copy of the file, kept while we run."""
+    folder = tempfile.TemporaryDirectory()
+    filesystem, path = _filesystem(location)
+    filesystem.get_file(path, f"{folder.name}/copy")
+    return folder
+
+
+def _filesystem(location: str):
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(location)
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"cannot open {location}: {_first_line(error)}; it may need "
+            "pip install fsspec aiohttp (http), s3fs (s3) or huggingface_hub (hf)"
+        ) from error
+
+
+def _status(location: str) -> tuple[int, int | None, int | None]:
+    """Size, and the times of `Shard`."""
+    if is_remote(location):
+        filesystem, path = _filesystem(location)
+        return filesystem.size(path), None, None
+    status = Path(location).stat()
+    return status.st_size, status.st_mtime_ns, max(status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
