@@ -189,7 +189,10 @@ def _open_split(folder: Path, tokens: dict[str, int | None]) -> Bins:
 
 def _check_size(file: Path, tokens: int | None) -> None:
     if not file.exists():
-        raise InputError(f"{file} is missing; make it with `python prepare_fineweb.py`")
+        raise InputError(
+            f"{file} is missing; put a parquet file into {file.parent}, or run "
+            f"`python prepare_fineweb.py SHARD.parquet --out {file.parent}`"
+        )
     size_bytes = file.stat().st_size
     if size_bytes == 0:
         raise InputError(f"{file} is empty; prepare the dataset again")

@@ -351,7 +351,7 @@ def test_a_missing_folder_is_told_with_the_command_that_makes_it(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda file: file.unlink(), "is missing; make it with `python prepare_fineweb.py`"),
+        (lambda file: file.unlink(), "is missing; put a parquet file into"),
         (lambda file: file.write_bytes(b""), "is empty; prepare the dataset again"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes, but should have"),
     ],
