@@ -47,12 +47,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
     device = describe_device(run.device, run.dtype, local_rank=ranks.local_rank)
     _prepare_if_needed(run.data_dir, ranks, say)
     checkpoints = Checkpoints(Path(run.out_dir), run.keep_checkpoints)
-    model, optimizer, scaler, progress = _begin(checkpoints, shape, learn, run, device, say)
-    if not ranks.agree(progress.step):
-        raise InputError(
-            f"the processes found different checkpoints in {run.out_dir}; "
-            "it must be a folder that all machines see"
-        )
+    model, optimizer, scaler, progress = _begin(checkpoints, shape, learn, run, device, ranks)
     train_data, val_data = _open_data(model.config, learn, run, device)
     say(_summary(model, learn, run, device, ranks, train_data, val_data, micro_batch_size))
 
@@ -82,13 +77,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
             if step == _stable_end(learn):
                 save(progress, name=checkpoint.STABLE)
             if not stopping and (ending or _due(run.eval_interval, step)):
-                val_loss = validate()
-                log.evaluated(step, val_loss)
-                if val_loss < progress.best_val_loss:
-                    progress = replace(progress, best_val_loss=val_loss)
-                    save(progress, name=checkpoint.BEST)
-                    if not (ending or run.always_save_checkpoint):
-                        save(progress)
+                progress = _review(progress, validate(), save, log)
             if ending:
                 break
             batches = partial(train_data.micro_batches, step, micro_batch_size, ranks)
@@ -107,8 +96,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
             log.stepped(step, loss, grad_norm, lr_at(step, learn))
         log.event(step, "stopped" if stopping else "finished")
     if stopping:
-        again = "the same command" if run.init_from in ("auto", "resume") else "--init_from=resume"
-        say(f"stopped on request; {again} continues the run")
+        say(f"stopped on request; {_how_to_continue(run)} continues the run")
 
 
 def _due(interval: int, step: int) -> bool:
@@ -118,6 +106,10 @@ def _due(interval: int, step: int) -> bool:
 def _stable_end(learn: TrainConfig) -> int | None:
     """The step whose checkpoint a WSD run can be extended from, however often."""
     return decay_start(learn) if learn.decay_lr and learn.lr_schedule == "wsd" else None
+
+
+def _how_to_continue(run: RunConfig) -> str:
+    return "the same command" if run.init_from in ("auto", "resume") else "--init_from=resume"
 
 
 def _share_of_rank(learn: TrainConfig, ranks: Ranks) -> int:
@@ -147,14 +139,20 @@ def _begin(
     learn: TrainConfig,
     run: RunConfig,
     device: Device,
-    say: Callable[[str], None],
+    ranks: Ranks,
 ) -> tuple[GPT, torch.optim.Optimizer, torch.amp.GradScaler, Progress]:
     """What learns, as it was when the run was last saved, or new."""
+    say = print if ranks.is_main else (lambda text: None)
     saved = _find_saved(checkpoints, shape, learn, run, say)
     torch.manual_seed(learn.seed)
     model = _build_model(shape, run, saved).to(device.torch_device)
     optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
     progress = checkpoint.unpack(saved, model, optimizer, scaler) if saved else Progress()
+    if not ranks.agree(progress.step):
+        raise InputError(
+            f"the processes found different checkpoints in {run.out_dir}; "
+            "it must be a folder that all machines see"
+        )
     return model, optimizer, scaler, progress
 
 
@@ -277,6 +275,15 @@ def _validate(
     return evaluate(model, batches, device=device, ranks=ranks)
 
 
+def _review(progress: Progress, val_loss: float, save: Callable[..., None], log: Log) -> Progress:
+    """Tell the validation loss, and save if it is the best so far."""
+    log.evaluated(progress.step, val_loss)
+    if val_loss < progress.best_val_loss:
+        progress = replace(progress, best_val_loss=val_loss)
+        save(progress, name=checkpoint.BEST)
+    return progress
+
+
 def _save(
     checkpoints: Checkpoints,
     pack: Callable[[Progress], dict[str, Any]],
@@ -296,7 +303,7 @@ def _save(
         if must_succeed:
             raise InputError(
                 f"step {progress.step} could not be saved in {checkpoints.folder} ({error}); free "
-                "some space and continue from the checkpoint before with --init_from=resume"
+                "some space, and the run continues from the checkpoint before"
             ) from error
         log.event(progress.step, "save failed", reason=str(error))
     else:

@@ -71,10 +71,16 @@ class Checkpoints:
             ) from None
 
     def save(self, content: dict[str, Any], name: str | None = None) -> Path:
-        """Write a checkpoint, whole or not at all, then drop the oldest beyond `keep`."""
-        path = self.folder / (name or f"ckpt-{content['iter_num']:08d}.pt")
+        """Write a checkpoint, whole or not at all, then drop the oldest beyond `keep`.
+
+        A named one is a numbered one as well: a run that saves only its best can be continued.
+        """
+        numbered = self.folder / f"ckpt-{content['iter_num']:08d}.pt"
+        path = self.folder / name if name else numbered
         with atomic_write(path) as temporary, temporary.open("wb") as file:
             torch.save(content, file)
+        if not numbered.exists():
+            numbered.hardlink_to(path)
         for old in self.newest_first()[self.keep :]:
             old.unlink()
         return path

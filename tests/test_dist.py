@@ -31,8 +31,8 @@ def test_two_processes_sum_and_agree(tmp_path):
         capture_output=True,
         text=True,
     )
-    line = "[2, [[3.0, 3.0, 3.0], 1.0], True, False, True, False]\n"
-    assert done.stdout == 2 * line, done.stderr
+    told = "[2, [[3.0, 3.0, 3.0], 1.0], True, False, True, False]"
+    assert done.stdout.count(told) == 2, done.stdout + done.stderr  # both may be on one line
 
 
 def test_world_of_one_changes_nothing():

@@ -88,7 +88,7 @@ def test_progress_in_a_pipe_is_plain_lines_with_the_time_left():
         "counting 50%  seen 2  eta _s",
         "counting 75%  seen 3  eta _s",
     ]
-    assert last == "done [bold]all[/bold] × 4 " + "long " * 60
+    assert last.rstrip() == ("done [bold]all[/bold] × 4 " + "long " * 60).rstrip()
 
 
 @pytest.mark.parametrize("demand", [{}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1"}])
