@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanofit.terminal import InputError
-from nanofit.weights import first_line, read_weights
+from nanofit.terminal import InputError, first_line
+from nanofit.weights import read_weights
 
 
 @dataclass(frozen=True)

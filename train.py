@@ -42,21 +42,22 @@ def main(argv: Sequence[str]) -> None:
 
 def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, stop: Stop) -> None:
     """Start or continue a run and carry it to its end, or to the step at which it is stopped."""
-    say = print if ranks.is_main else (lambda text: None)
     micro_batch_size = min(learn.batch_size, _share_of_rank(learn, ranks))
     device = describe_device(run.device, run.dtype, local_rank=ranks.local_rank)
-    _prepare_if_needed(run.data_dir, ranks, say)
+    _prepare_if_needed(run.data_dir, ranks)
     checkpoints = Checkpoints(Path(run.out_dir), run.keep_checkpoints)
     model, optimizer, scaler, progress = _begin(checkpoints, shape, learn, run, device, ranks)
     train_data, val_data = _open_data(model.config, learn, run, device)
-    say(_summary(model, learn, run, device, ranks, train_data, val_data, micro_batch_size))
+    ranks.say(_summary(model, learn, run, device, ranks, train_data, val_data, micro_batch_size))
 
     validate = partial(_validate, model, val_data, micro_batch_size, device, ranks)
     if run.eval_only:
-        say(f"val_loss {validate():.4f}")
+        ranks.say(f"val_loss {validate():.4f}")
         return
     if progress.step >= learn.max_iters:
-        say(f"the run is complete at step {progress.step}; extend it with a larger --max_iters")
+        ranks.say(
+            f"the run is complete at step {progress.step}; extend it with a larger --max_iters"
+        )
         return
     if ranks.is_main:
         checkpoints.prepare_folder(progress.step)
@@ -96,7 +97,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
             log.stepped(step, loss, grad_norm, lr_at(step, learn))
         log.event(step, "stopped" if stopping else "finished")
     if stopping:
-        say(f"stopped on request; {_how_to_continue(run)} continues the run")
+        ranks.say(f"stopped on request; {_how_to_continue(run)} continues the run")
 
 
 def _due(interval: int, step: int) -> bool:
@@ -122,11 +123,11 @@ def _share_of_rank(learn: TrainConfig, ranks: Ranks) -> int:
     return share
 
 
-def _prepare_if_needed(folder: Path, ranks: Ranks, say: Callable[[str], None]) -> None:
+def _prepare_if_needed(folder: Path, ranks: Ranks) -> None:
     """Make the bins of a folder where the user only put parquet files."""
     has_bins = (folder / "train.bin").exists() or (folder / "meta.json").exists()
     if ranks.is_main and not has_bins and any(folder.glob("*.parquet")):
-        say(f"{folder} holds parquet files but no bins; preparing them first")
+        ranks.say(f"{folder} holds parquet files but no bins; preparing them first")
         script = PROJECT / "prepare_fineweb.py"
         if subprocess.run([sys.executable, script, folder, "--out", folder]).returncode:
             raise InputError(f"{folder} could not be prepared, for the reason above")
@@ -142,8 +143,7 @@ def _begin(
     ranks: Ranks,
 ) -> tuple[GPT, torch.optim.Optimizer, torch.amp.GradScaler, Progress]:
     """What learns, as it was when the run was last saved, or new."""
-    say = print if ranks.is_main else (lambda text: None)
-    saved = _find_saved(checkpoints, shape, learn, run, say)
+    saved = _find_saved(checkpoints, shape, learn, run, ranks)
     torch.manual_seed(learn.seed)
     model = _build_model(shape, run, saved).to(device.torch_device)
     optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
@@ -161,7 +161,7 @@ def _find_saved(
     shape: GPTConfig,
     learn: TrainConfig,
     run: RunConfig,
-    say: Callable[[str], None],
+    ranks: Ranks,
 ) -> dict[str, Any] | None:
     """The checkpoint to continue from; None for a new run."""
     if run.init_from not in ("auto", "resume"):
@@ -175,7 +175,7 @@ def _find_saved(
         if run.init_from == "resume":
             raise InputError(f"no checkpoint in {run.out_dir} to resume from")
         return None
-    return checkpoints.load(shape, learn, say)
+    return checkpoints.load(shape, learn, ranks.say)
 
 
 def _build_model(shape: GPTConfig, run: RunConfig, saved: dict[str, Any] | None) -> GPT:
@@ -227,7 +227,7 @@ def _summary(
     epochs = learn.max_iters * sequences / train_data.blocks_per_epoch
     return "\n".join(
         (
-            f"device  {device.name}{memory}, {str(device.dtype).removeprefix('torch.')}{processes}",
+            f"device  {device.name}{memory}, {device.precision}{processes}",
             f"model   {compact(model.num_params())} parameters: {shape.n_layer} layers, "
             f"{shape.n_head} heads, {shape.n_embd} wide, block {shape.block_size}",
             f"data    {run.data_dir}: {compact(len(train_data.bins))} tokens to learn from, "

@@ -125,7 +125,7 @@ def _print_table(argv: Sequence[str], losses: dict, seconds: dict, peaks: dict) 
     device = describe_device(run.device, run.dtype)
     tokens = learn.batch_size * shape.block_size
     print(
-        f"{device.name}, {str(device.dtype).removeprefix('torch.')}, eager; "
+        f"{device.name}, {device.precision}, eager; "
         f"{shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} wide; "
         f"micro-batch {learn.batch_size} × {shape.block_size}; vocabulary {shape.vocab_size}\n"
     )

@@ -78,6 +78,6 @@ def _uncompile(model: nn.Module) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The telling line of an error of torch.compile, whose first is often only a heading."""
+    """The kind of an error and the first line it has to say."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from model import GPTConfig
 from nanofit.assignments import evaluate, read_assignments
-from nanofit.terminal import InputError
+from nanofit.terminal import InputError, parse_size
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -170,15 +170,6 @@ def describe_knobs() -> str:
 def flatten(*sections: Any) -> dict[str, Any]:
     """All settings of some sections as one dictionary of plain values, for a checkpoint."""
     return {field.name: getattr(part, field.name) for part in sections for field in fields(part)}
-
-
-def parse_size(text: str) -> int:
-    """Bytes in a size as people write it: 512MB, 1.5 GiB, 10g, 1000."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", text.lower())
-    if not match:
-        raise ValueError(f"{text!r} is not a size such as 512MB or 1.5GiB")
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
 
 
 def _below(settings: Any, least: int, *names: str) -> Iterator[str]:

@@ -43,6 +43,11 @@ class Device:
     def type(self) -> str:
         return self.torch_device.type
 
+    @property
+    def precision(self) -> str:
+        """The dtype as the setting spells it."""
+        return str(self.dtype).removeprefix("torch.")
+
     def autocast(self) -> AbstractContextManager:
         """Matrix products in `dtype`; with float32 nothing changes."""
         return torch.autocast(self.type, self.dtype, enabled=self.dtype != torch.float32)

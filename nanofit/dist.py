@@ -22,6 +22,11 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def say(self, text: str) -> None:
+        """Print a line, once for all processes."""
+        if self.is_main:
+            print(text)
+
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Add up each tensor over all processes, in place."""
         if self.world > 1:

@@ -47,4 +47,4 @@ def decay_start(learn: TrainConfig) -> int:
 
 def same_lr_until(step: int, one: TrainConfig, other: TrainConfig) -> bool:
     """Whether two runs have had the same learning rates when they reach `step`."""
-    return all(lr_at(s, one) == lr_at(s, other) for s in range(step))
+    return one == other or all(lr_at(s, one) == lr_at(s, other) for s in range(step))

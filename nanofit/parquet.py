@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanofit.terminal import InputError
+from nanofit.terminal import InputError, first_line
 
 CHUNK_BYTES = 4 * 2**20  # of text at once: enough to be quick, little to hold
 CHUNK_ROWS = 1024
@@ -273,7 +273,7 @@ def _group_batches(file: pq.ParquetFile, shard: Shard, group: int) -> Iterator[p
         if getattr(error, "errno", None):
             raise  # the disk or the network fails, not the file
         raise InputError(
-            f"{shard.location} is damaged in row group {group} ({_first_line(error)}); "
+            f"{shard.location} is damaged in row group {group} ({first_line(error)}); "
             "fetch it again"
         ) from error
     if rows != shard.group_rows[group]:
@@ -319,7 +319,7 @@ def _why_no_footer(location: str, file: BinaryIO, error: Exception) -> str:
     if not head:
         return f"{location} is empty"
     if head.startswith(b"PAR1"):
-        return f"{location} is truncated or damaged ({_first_line(error)}); fetch it again"
+        return f"{location} is truncated or damaged ({first_line(error)}); fetch it again"
     return f"{location} is not a parquet file: it begins with {head!r}"
 
 
@@ -334,7 +334,7 @@ def _binary_file(location: str) -> Iterator[BinaryIO]:
         if not isinstance(error, OSError) and not is_remote(location):
             raise
         # Every protocol has its own kinds of errors.
-        raise InputError(f"cannot read {location}: {_first_line(error)}") from error
+        raise InputError(f"cannot read {location}: {first_line(error)}") from error
 
 
 def _open_remote(location: str) -> BinaryIO:
@@ -366,7 +366,7 @@ def _filesystem(location: str):
         return url_to_fs(location)
     except (ImportError, ValueError) as error:
         raise InputError(
-            f"cannot open {location}: {_first_line(error)}; it may need "
+            f"cannot open {location}: {first_line(error)}; it may need "
             "pip install fsspec aiohttp (http), s3fs (s3) or huggingface_hub (hf)"
         ) from error
 
@@ -378,7 +378,3 @@ def _status(location: str) -> tuple[int, int | None, int | None]:
         return filesystem.size(path), None, None
     status = Path(location).stat()
     return status.st_size, status.st_mtime_ns, max(status.st_mtime_ns, status.st_ctime_ns)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

@@ -1,6 +1,7 @@
 """What a person sees: errors in one line, and progress fit for a terminal or a log file."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -130,3 +131,17 @@ def compact(number: float) -> str:
         if number >= 0.5 * unit and number >= 999.5:
             return f"{number / unit:.3g}{name}"
     return f"{number:.3g}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size as people write it: 512MB, 1.5 GiB, 10g, 1000."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", text.lower())
+    if not match:
+        raise ValueError(f"{text!r} is not a size such as 512MB or 1.5GiB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, as part of a line of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanofit.terminal import InputError
+from nanofit.terminal import InputError, first_line
 
 # Hugging Face keeps these as Conv1D: input features first.
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -92,7 +92,3 @@ def _without_masks(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Old versions of both store their causal masks as if they were weights."""
     masks = (".attn.bias", ".attn.masked_bias")
     return {name: tensor for name, tensor in weights.items() if not name.endswith(masks)}
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

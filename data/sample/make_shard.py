@@ -4,8 +4,6 @@ python data/sample/make_shard.py --size 6MB
 """
 
 import argparse
-import math
-import re
 import sys
 import time
 import uuid
@@ -21,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.sample import grammar
 from nanofit.files import atomic_write
-from nanofit.terminal import InputError, Progress, compact, duration, run_script
+from nanofit.terminal import InputError, Progress, compact, duration, parse_size, run_script
 from nanofit.tokenizer import gpt2
 
 SCHEMA = pyarrow.schema(
@@ -38,13 +36,12 @@ SCHEMA = pyarrow.schema(
     }
 )
 DEFAULT_OUT = Path(__file__).resolve().with_name("sample.parquet")
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def main(arguments: Sequence[str]) -> None:
     """Write the shard the arguments ask for, and say what is in it."""
     options = read_options(arguments)
-    size_bytes = parse_size(options.size)
+    size_bytes = read_size(options.size)
     started = time.monotonic()
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -172,10 +169,12 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message)
 
 
-def parse_size(text: str) -> int:
-    """A number of bytes from `6MB`, `500 kB`, `2.5GB` or plain digits."""
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*) ?([KMGT]?)B?", text.upper())
-    size_bytes = math.floor(float(match[1]) * UNITS[match[2]]) if match else 0
+def read_size(text: str) -> int:
+    """The bytes of text asked for: `6MB`, `500 kB`, `2.5GB` or plain digits."""
+    try:
+        size_bytes = parse_size(text)
+    except ValueError:
+        size_bytes = 0
     if size_bytes < 1:
         raise InputError(f"--size {text} is not a size; give bytes of text, for example 6MB")
     return size_bytes
