@@ -30,8 +30,8 @@ class Ranks:
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Add up each tensor over all processes, in place."""
         if self.world > 1:
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                work.wait()
+            for tensor in tensors:
+                dist.all_reduce(tensor)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process. Never touches the device."""
