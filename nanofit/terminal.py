@@ -14,6 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 
+MAIN_SPEAKS_FIRST_S = 3.0
+
+
 class InputError(Exception):
     """Something given from outside cannot be used; the message says what, why and the way out."""
 
@@ -23,8 +26,7 @@ def run_script(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     try:
         sys.exit(main(sys.argv[1:]))
     except InputError as error:
-        rank = os.environ.get("RANK", "0")  # torchrun's number of this process
-        print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr)
+        _say_error(error)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -32,6 +34,18 @@ def run_script(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     except BrokenPipeError:  # whoever read our output has left, as `head` does
         _discard_output()
         sys.exit(1)
+
+
+def _say_error(error: InputError) -> None:
+    """Say it once for all processes, unless it is this one's alone.
+
+    torchrun ends all processes when the first one ends. What is wrong for all is said by the main
+    one while the others wait here; who outlives the wait has something else to say.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(MAIN_SPEAKS_FIRST_S)
+    print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr)
 
 
 class Progress:
