@@ -13,7 +13,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-
 MAIN_SPEAKS_FIRST_S = 3.0
 
 

@@ -1,0 +1,215 @@
+"""Bytes a training step needs on a GPU, by simulation: no GPU is needed to find out."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn import functional as F
+
+from model import GPT, GPTConfig, Recompute
+from nanofit.allocator import Allocator
+from nanofit.cache import keep, recall
+from nanofit.config import TrainConfig
+from nanofit.device import Device
+from nanofit.dist import Ranks
+from nanofit.graphs import CompiledStandIn, Graphs, compiled_graphs
+from nanofit.loader import MicroBatch
+from nanofit.optim import build_optimizer
+from nanofit.step import evaluate, train_step
+from nanofit.trace import Buffer, Event, MemoryTrace
+
+CUDA_CONTEXT_BYTES = 420 * 2**20  # of a process on an RTX 4070, beside what torch reserves
+LIBRARY_BYTES = 128 * 2**20  # cuBLAS' workspace and the like, by which simulations were too low
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides the memory of a step, but for the micro-batch.
+
+    `recompute` acts in the eager stage, `activation_memory_budget` in the compiled one.
+    """
+
+    shape: GPTConfig
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    compiled: bool = False
+    loss: Literal["chunked", "full"] = "chunked"
+    returns_logits: bool = False  # as nanoGPT's forward does; for comparison
+    recompute: Recompute = "off"
+    activation_memory_budget: float = 1.0
+    optimizer_bits: Literal[8, 32] = 32
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Peak memory by micro-batch. It is a straight line."""
+
+    fixed_bytes: int
+    bytes_per_sequence: int
+
+    def at(self, micro_batch_size: int) -> int:
+        return self.fixed_bytes + micro_batch_size * self.bytes_per_sequence
+
+    def largest(self, limit_bytes: float) -> int:
+        """The largest micro-batch under a limit; 0 if there is none."""
+        return max(int((limit_bytes - self.fixed_bytes) // self.bytes_per_sequence), 0)
+
+
+def memory_curve(setup: Setup) -> Curve:
+    """What any micro-batch needs, from two simulations; kept for the next time it is asked."""
+    kept = recall("memory", setup)
+    if kept is None:
+        few, many = 2, 6  # one sequence alone would be off the line by some rounding
+        low, high = (simulate(setup, size).peak_bytes for size in (few, many))
+        slope = (high - low) // (many - few)
+        kept = low - few * slope, slope
+        keep("memory", setup, kept)
+    return Curve(*kept)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The life of every buffer over two steps of two micro-batches and one evaluation."""
+
+    events: list[Event]
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most that is allocated at any time."""
+        return max(self.allocated())
+
+    @cached_property
+    def alive_at_peak(self) -> list[Buffer]:
+        """What fills the memory when most of it is in use, the largest first."""
+        alive: dict[Buffer, None] = {}
+        for event, allocated in zip(self.events, self.allocated(), strict=True):
+            if event.is_birth:
+                alive[event.buffer] = None
+            else:
+                del alive[event.buffer]
+            if allocated == self.peak_bytes:
+                break
+        return sorted(alive, key=lambda buffer: -buffer.size_bytes)
+
+    def components_at_peak(self) -> Counter[str]:
+        """The peak's bytes by what they are for."""
+        sizes = Counter()
+        for buffer in self.alive_at_peak:
+            sizes[buffer.component] += buffer.size_bytes
+        return sizes
+
+    def allocated(self) -> Iterator[int]:
+        """The bytes in use after each event."""
+        total = 0
+        for buffer, is_birth, _ in self.events:
+            total += buffer.size_bytes if is_birth else -buffer.size_bytes
+            yield total
+
+    def replay(self, *, limit_bytes: int | None = None, expandable_segments: bool) -> Allocator:
+        """The caching allocator after all of it; OutOfMemory if the limit does not suffice."""
+        allocator = Allocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
+        for buffer, is_birth, _ in self.events:
+            if is_birth:
+                allocator.allocate(buffer, buffer.size_bytes)
+            else:
+                allocator.free(buffer)
+        return allocator
+
+
+def simulate(setup: Setup, micro_batch_size: int) -> Simulation:
+    """Run the real `train_step` on tensors without content and follow their memory.
+
+    The peak is not reached before the second micro-batch of the second step, when gradients and
+    optimiser state are there as well.
+    """
+    device = Device(torch.device("cpu"), "simulated", getattr(torch, setup.dtype), None, None)
+    trace = MemoryTrace()
+    graphs = _graphs(setup, micro_batch_size, device) if setup.compiled else None
+    anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+    with FakeTensorMode(), anomaly, _AsOnCuda(), trace:
+        model = _model(setup)
+        if graphs:
+            model.forward = CompiledStandIn(
+                model, graphs, trace, returns_logits=setup.returns_logits
+            )
+        optimizer, scaler = build_optimizer(model, TrainConfig()), device.grad_scaler()
+        trace.follow_step(model, optimizer)
+        for _ in range(2):
+            train_step(
+                model,
+                optimizer,
+                scaler,
+                _micro_batches(setup.shape, micro_batch_size),
+                device=device,
+                ranks=Ranks(),
+                lr=1e-3,
+                grad_clip=1.0,
+                seed=0,
+            )
+        with suppress(DataDependentOutputException):  # a fake loss has no value to return
+            batches = _micro_batches(setup.shape, micro_batch_size)
+            evaluate(model, batches, device=device, ranks=Ranks())
+    return Simulation(trace.events)
+
+
+def _model(setup: Setup) -> GPT:
+    recompute = "off" if setup.compiled else setup.recompute
+    model = GPT(setup.shape, loss=setup.loss, recompute=recompute)
+    if setup.returns_logits:
+        model.loss = _KeepLogits()
+    return model
+
+
+class _KeepLogits:
+    """The loss of a model that returns its logits as well: whoever called it holds them."""
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        self.logits = F.linear(hidden, weight)  # (N, V)
+        return F.cross_entropy(self.logits, targets, ignore_index=-1)
+
+
+def _graphs(setup: Setup, size: int, device: Device) -> Graphs:
+    with FakeTensorMode(), _AsOnCuda():
+        model = _model(setup)
+        names = [name for name, _ in model.named_parameters()]
+        tied = {"lm_head.weight": "transformer.wte.weight"}
+
+        def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+            *weights, idx, targets = inputs
+            by_name = dict(zip(names, weights, strict=True))
+            by_name |= {name: by_name[same] for name, same in tied.items()}
+            with device.autocast():
+                loss = torch.func.functional_call(model, by_name, (idx, targets))
+            return (model.loss.logits, loss) if setup.returns_logits else (loss,)
+
+        batch = next(_micro_batches(setup.shape, size))
+        return compiled_graphs(
+            forward,
+            [*model.parameters(), batch.idx, batch.targets.clone()],
+            outputs=2 if setup.returns_logits else 1,
+            activation_memory_budget=setup.activation_memory_budget,
+        )
+
+
+def _micro_batches(shape: GPTConfig, size: int) -> Iterator[MicroBatch]:
+    for _ in range(2):
+        tokens = torch.zeros(size, shape.block_size + 1, dtype=torch.int64)
+        yield MicroBatch(tokens[:, :-1].clamp(min=0), tokens[:, 1:], 0.5)
+
+
+class _AsOnCuda(torch.overrides.TorchFunctionMode):
+    """On CUDA dropout keeps a mask of bytes, and attention needs no more memory for its own."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.dropout:
+            input, p, train = args
+            return torch.native_dropout(input, p, train)[0] if p and train else input
+        if function is F.scaled_dot_product_attention:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return function(*args, **kwargs)
