@@ -7,13 +7,16 @@ Parameter names are nanoGPT's, so its checkpoints load.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from nanofit.loss import chunked_loss, full_loss
 from nanofit.terminal import InputError, first_line
 from nanofit.weights import read_weights
 
@@ -47,13 +50,27 @@ class GPTConfig:
             yield f"dropout = {self.dropout} must be at least 0 and below 1"
 
 
-class GPT(nn.Module):
-    """`model(idx)` gives logits, `model(idx, targets)` the mean loss over targets that are >= 0."""
+Recompute = Literal["off", "selective", "alternate", "block"]
 
-    def __init__(self, config: GPTConfig, *, loss: Literal["chunked", "full"] = "chunked"):
+
+class GPT(nn.Module):
+    """`model(idx)` gives logits, `model(idx, targets)` the mean loss over targets that are >= 0.
+
+    What the backward pass computes again instead of keeping it is up to `recompute`: nothing, all
+    but attention and matrix products, every other block, or every block. It may change any time.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        loss: Literal["chunked", "full"] = "chunked",
+        recompute: Recompute = "off",
+    ):
         super().__init__()
         self.config = config
-        self.loss = _chunked_loss if loss == "chunked" else _full_loss
+        self.loss = chunked_loss if loss == "chunked" else full_loss
+        self.recompute = recompute
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
@@ -113,8 +130,10 @@ class GPT(nn.Module):
         positions = torch.arange(seen, seen + idx.size(1), device=idx.device)  # (T)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         x = self.transformer.drop(x)
+        is_learning = self.training and torch.is_grad_enabled() and cache is None
+        run = _RUN_BLOCK[self.recompute if is_learning else "off"]
         for layer, block in enumerate(self.transformer.h):
-            x = block(x, cache, layer)
+            x = run(block, x, cache, layer)
         if cache:
             cache.length += idx.size(1)
         return self.transformer.ln_f(x)
@@ -141,6 +160,51 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cache: "KVCache | None", layer: int) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache, layer)
         return x + self.mlp(self.ln_2(x))
+
+
+def _run(block: Block, x: Tensor, cache: "KVCache | None", layer: int) -> Tensor:
+    return block(x, cache, layer)
+
+
+def _run_twice(block: Block, x: Tensor, cache: "KVCache | None", layer: int) -> Tensor:
+    """Keep the input alone; the backward pass runs the block again."""
+    return checkpoint(block, x, cache, layer, **_checkpoint_options(block))
+
+
+def _run_every_other_twice(block: Block, x: Tensor, cache: "KVCache | None", layer: int) -> Tensor:
+    run = _run if layer % 2 else _run_twice
+    return run(block, x, cache, layer)
+
+
+def _run_the_cheap_twice(block: Block, x: Tensor, cache: "KVCache | None", layer: int) -> Tensor:
+    """Keep the input, matrix products and attention; run norms, GELU and casts again."""
+    # Dropout in attention draws random numbers: left out, it would change the masks that follow.
+    kept = _PRODUCTS if block.attn.dropout else _PRODUCTS + _ATTENTION
+    context_fn = partial(create_selective_checkpoint_contexts, kept)
+    return checkpoint(block, x, cache, layer, context_fn=context_fn, **_checkpoint_options(block))
+
+
+def _checkpoint_options(block: Block) -> dict[str, Any]:
+    return dict(
+        use_reentrant=False,
+        preserve_rng_state=block.attn.dropout > 0,  # to read it is to wait for the device
+        determinism_check="none",
+    )
+
+
+_RUN_BLOCK = {
+    "off": _run,
+    "selective": _run_the_cheap_twice,
+    "alternate": _run_every_other_twice,
+    "block": _run_twice,
+}
+_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+_ATTENTION = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 
 
 class CausalSelfAttention(nn.Module):
@@ -195,44 +259,3 @@ class KVCache:
         stored[0, :, :, self.length : end] = k
         stored[1, :, :, self.length : end] = v
         return stored[0, :, :, :end], stored[1, :, :, :end]
-
-
-def _chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy without ever holding the logits of all tokens.
-
-    In half precision torch's "mean" would round the loss itself (10.94 for 10.90 in bfloat16) and
-    makes the gradients before the loss scale is known (NaN in float16). So there the losses of
-    the tokens are asked for, at the price of computing each chunk's logits once more.
-    """
-    dtype = _autocast_dtype(hidden)  # autocast does not reach this op
-    loss = F.linear_cross_entropy(
-        hidden.to(dtype),  # (N, C)
-        weight.to(dtype),  # (V, C)
-        targets.clamp(min=-1),  # -100 is ignored as well
-        ignore_index=-1,
-        reduction="mean" if dtype == torch.float32 else "none",
-        options=nn.LinearCrossEntropyOptions(
-            batch_chunk_size=_chunk_rows(hidden.size(1)),
-            allow_retain_graph=torch.compiler.is_compiling(),
-        ),
-    )
-    return loss if dtype == torch.float32 else loss.float().sum() / (targets >= 0).sum()
-
-
-def _chunk_rows(width: int) -> int:
-    """Tokens whose logits are alive at once: about as large a buffer as the weight itself.
-
-    Every chunk passes over the (V, C) gradient and over its (rows, V) logits, so the time is least
-    where the two are alike: measured from 96 to 576 wide with up to 1024 rows, on a CPU.
-    """
-    return min(max(1 << (width - 1).bit_length(), 128), 1024)
-
-
-def _full_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    logits = F.linear(hidden, weight)  # (N, V)
-    return F.cross_entropy(logits.float(), targets.clamp(min=-1), ignore_index=-1)
-
-
-def _autocast_dtype(tensor: Tensor) -> torch.dtype:
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

@@ -8,27 +8,44 @@ The same command continues an interrupted run. Settings, as assignments in files
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from model import GPT, GPTConfig
 from nanofit import checkpoint
 from nanofit.checkpoint import Checkpoints, Progress
-from nanofit.compiler import CompileStages
-from nanofit.config import PROJECT, RunConfig, TrainConfig, describe_knobs, flatten, load_config
-from nanofit.device import Device, describe_device
+from nanofit.config import (
+    ENDLESS,
+    PROJECT,
+    RunConfig,
+    TrainConfig,
+    describe_knobs,
+    flatten,
+    load_config,
+)
+from nanofit.device import Device, describe_device, known_card
 from nanofit.dist import Ranks, start_ranks
-from nanofit.loader import TrainSequences, ValSequences, mix, open_bins
+from nanofit.fit import Fit, find_fit
+from nanofit.forecast import Forecast, predicted_tokens_per_s
+from nanofit.loader import MicroBatch, TrainSequences, ValSequences, mix, open_bins
 from nanofit.metrics import Log, WandbSink
-from nanofit.optim import build_optimizer, decay_start, lr_at
-from nanofit.step import evaluate, train_step
+from nanofit.optim import build_optimizer, decay_start, end_in, lr_at, undecayed_share
+from nanofit.scaling import Band, recipe_of
+from nanofit.search import sizes_for
+from nanofit.spikes import watch_for_spikes
+from nanofit.stages import Stages
+from nanofit.step import UpdateInterrupted, evaluate, train_step
 from nanofit.stop import Stop, watch_for_stop
 from nanofit.terminal import InputError, compact, run_script
+from nanofit.trial import share_compile_cache
+
+MOST_ROLLBACKS = 3  # to one checkpoint: what goes wrong after that is not the data's fault
 
 
 def main(argv: Sequence[str]) -> None:
@@ -42,62 +59,110 @@ def main(argv: Sequence[str]) -> None:
 
 def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, stop: Stop) -> None:
     """Start or continue a run and carry it to its end, or to the step at which it is stopped."""
-    micro_batch_size = min(learn.batch_size, _share_of_rank(learn, ranks))
+    share = _share_of_rank(learn, ranks)
     device = describe_device(run.device, run.dtype, local_rank=ranks.local_rank)
     _prepare_if_needed(run.data_dir, ranks)
     checkpoints = Checkpoints(Path(run.out_dir), run.keep_checkpoints)
-    model, optimizer, scaler, progress = _begin(checkpoints, shape, learn, run, device, ranks)
+    saved = _find_saved(checkpoints, shape, learn, run, ranks)
+    learn = checkpoint.with_length(saved, learn)
+    model = _build_model(shape, learn, run, saved)
     train_data, val_data = _open_data(model.config, learn, run, device)
-    ranks.say(_summary(model, learn, run, device, ranks, train_data, val_data, micro_batch_size))
-
-    validate = partial(_validate, model, val_data, micro_batch_size, device, ranks)
-    if run.eval_only:
-        ranks.say(f"val_loss {validate():.4f}")
-        return
-    if progress.step >= learn.max_iters:
+    if saved and saved["iter_num"] >= learn.max_iters and not run.eval_only:
         ranks.say(
-            f"the run is complete at step {progress.step}; extend it with a larger --max_iters"
+            f"the run is complete at step {saved['iter_num']}; extend it with a larger --max_iters"
         )
+        return
+    share_compile_cache()
+    fit = find_fit(model.config, learn, run, device, ranks)
+    optimizer, scaler, progress = _begin(model, learn, run, saved, fit, device, ranks)
+    del saved  # as large as the model and its optimiser
+    forecast = _forecast(model, learn, run, device, ranks, train_data)
+    ranks.say(_summary(model, learn, run, device, ranks, train_data, val_data, fit))
+    for line in (*fit.lines(share), *forecast.outlook()):
+        ranks.say(line)
+
+    validate = partial(_validate, model, val_data, device, ranks)
+    if run.eval_only:
+        ranks.say(f"val_loss {validate(fit.eager.size):.4f}")
         return
     if ranks.is_main:
         checkpoints.prepare_folder(progress.step)
 
-    pack = partial(checkpoint.pack, model, optimizer, scaler, config=flatten(shape, learn, run))
-    with _open_log(model, learn, run, device, ranks, progress) as log:
+    config = flatten(shape, learn, run)
+    pack = partial(checkpoint.pack, model, optimizer, scaler, config=config, fit=fit.as_dict())
+    with _open_log(model, optimizer, scaler, learn, run, device, ranks, progress) as log:
+        log.expect(partial(_normal_losses, forecast, learn))
         save = partial(_save, checkpoints, pack, ranks, log)
-        stages = CompileStages(
-            model, run.compile_after if run.compile else None, device, ranks, log.event
+        stages = Stages(
+            model,
+            fit.plan(run.compile_after if run.compile else None),
+            sizes_for(share),
+            device=device,
+            ranks=ranks,
+            event=log.event,
         )
-        log.event(progress.step, "resumed" if progress.step else "started")
-        for step in range(progress.step, learn.max_iters + 1):
-            stopping = ranks.any(stop.requested)
+        go_back = partial(_go_back, checkpoints, shape, run, model, optimizer, scaler, log.say)
+        log.event(progress.step, "resumed" if progress.step else "started", **fit.told())
+        while True:
+            step, stopping = progress.step, ranks.any(stop.requested)
             ending = stopping or step == learn.max_iters
-            progress = replace(progress, step=step, seconds=log.seconds)
+            progress = replace(progress, seconds=log.seconds)
+            if ranks.any(log.diverged(look=ending or _is_kept(step, learn, run))):
+                progress = _recover(progress, run, partial(go_back, learn), save, ranks, log)
+                continue
             if ending or (run.always_save_checkpoint and _due(run.save_every, step)):
                 save(progress, must_succeed=ending)
             if step == _stable_end(learn):
                 save(progress, name=checkpoint.STABLE)
             if not stopping and (ending or _due(run.eval_interval, step)):
-                progress = _review(progress, validate(), save, log)
+                progress = _review(progress, stages.evaluate(step, validate), save, log)
             if ending:
                 break
-            batches = partial(train_data.micro_batches, step, micro_batch_size, ranks)
+            batches = partial(train_data.micro_batches, progress.data_step, ranks=ranks)
             stages.advance(step, batches)
-            loss, grad_norm = train_step(
-                model,
-                optimizer,
-                scaler,
-                batches(),
-                device=device,
-                ranks=ranks,
-                lr=lr_at(step, learn),
-                grad_clip=learn.grad_clip,
-                seed=mix(learn.seed, step, ranks.rank),
+            attempt = partial(
+                _attempt, model, optimizer, scaler, batches, step, learn, device, ranks
             )
+            try:
+                loss, grad_norm = stages.run(step, attempt)
+            except UpdateInterrupted as error:
+                stages.interrupted(step, error)
+                progress = replace(go_back(learn), seconds=log.seconds)
+                continue
             log.stepped(step, loss, grad_norm, lr_at(step, learn))
+            progress = replace(progress, step=step + 1)
+            if _speed_is_known(step, learn, run, ranks, log):
+                learn = _fix_length(step + 1, learn, run, val_data, ranks, log)
+                config.update(flatten(learn))
+                log.expect(partial(_normal_losses, forecast, learn), last_step=learn.max_iters)
         log.event(step, "stopped" if stopping else "finished")
     if stopping:
         ranks.say(f"stopped on request; {_how_to_continue(run)} continues the run")
+
+
+def _attempt(
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    batches: Callable[..., Iterator[MicroBatch]],
+    step: int,
+    learn: TrainConfig,
+    device: Device,
+    ranks: Ranks,
+    micro_batch_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Learn from the sequences of a step; may be repeated with another micro-batch."""
+    return train_step(
+        model,
+        optimizer,
+        scaler,
+        batches(micro_batch_size),
+        device=device,
+        ranks=ranks,
+        lr=lr_at(step, learn),
+        grad_clip=learn.grad_clip,
+        seed=mix(learn.seed, step, ranks.rank),
+    )
 
 
 def _due(interval: int, step: int) -> bool:
@@ -107,6 +172,12 @@ def _due(interval: int, step: int) -> bool:
 def _stable_end(learn: TrainConfig) -> int | None:
     """The step whose checkpoint a WSD run can be extended from, however often."""
     return decay_start(learn) if learn.decay_lr and learn.lr_schedule == "wsd" else None
+
+
+def _is_kept(step: int, learn: TrainConfig, run: RunConfig) -> bool:
+    """Whether the state at a step is saved or evaluated, so that it had better be sound."""
+    is_due = _due(run.save_every, step) or _due(run.eval_interval, step)
+    return is_due or step == _stable_end(learn)
 
 
 def _how_to_continue(run: RunConfig) -> str:
@@ -135,25 +206,28 @@ def _prepare_if_needed(folder: Path, ranks: Ranks) -> None:
 
 
 def _begin(
-    checkpoints: Checkpoints,
-    shape: GPTConfig,
+    model: GPT,
     learn: TrainConfig,
     run: RunConfig,
+    saved: dict[str, Any] | None,
+    fit: Fit,
     device: Device,
     ranks: Ranks,
-) -> tuple[GPT, torch.optim.Optimizer, torch.amp.GradScaler, Progress]:
-    """What learns, as it was when the run was last saved, or new."""
-    saved = _find_saved(checkpoints, shape, learn, run, ranks)
-    torch.manual_seed(learn.seed)
-    model = _build_model(shape, run, saved).to(device.torch_device)
-    optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
+) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler, Progress]:
+    """Put on the device what learns, as it was when the run was last saved, or new."""
+    if fit.limit_bytes is not None:
+        device.memory().limit(fit.limit_bytes)
+    model.to(device.torch_device)
+    model.recompute = fit.savers.recompute
+    optimizer = build_optimizer(model, learn, bits=fit.savers.optimizer_bits)
+    scaler = device.grad_scaler()
     progress = checkpoint.unpack(saved, model, optimizer, scaler) if saved else Progress()
     if not ranks.agree(progress.step):
         raise InputError(
             f"the processes found different checkpoints in {run.out_dir}; "
             "it must be a folder that all machines see"
         )
-    return model, optimizer, scaler, progress
+    return optimizer, scaler, progress
 
 
 def _find_saved(
@@ -178,7 +252,11 @@ def _find_saved(
     return checkpoints.load(shape, learn, ranks.say)
 
 
-def _build_model(shape: GPTConfig, run: RunConfig, saved: dict[str, Any] | None) -> GPT:
+def _build_model(
+    shape: GPTConfig, learn: TrainConfig, run: RunConfig, saved: dict[str, Any] | None
+) -> GPT:
+    """The model of a run, in the host's memory."""
+    torch.manual_seed(learn.seed)
     if saved:
         return GPT(GPTConfig(**saved["model_args"]), loss=run.loss)
     if run.init_from in ("auto", "scratch"):
@@ -216,15 +294,19 @@ def _summary(
     ranks: Ranks,
     train_data: TrainSequences,
     val_data: ValSequences,
-    micro_batch_size: int,
+    fit: Fit,
 ) -> str:
     """Everything derived from the settings, before anything is spent."""
     shape, sequences = model.config, learn.sequences_per_step
     tokens_per_step = sequences * shape.block_size
     memory = f", {device.memory_bytes / 1e9:.1f} GB" if device.memory_bytes else ""
     processes = f" on {ranks.world} processes" if ranks.world > 1 else ""
+    micro_batch_size = fit.eager.size
     passes = -(-sequences // (micro_batch_size * ranks.world))
-    epochs = learn.max_iters * sequences / train_data.blocks_per_epoch
+    steps, epochs = learn.max_iters, learn.max_iters * sequences / train_data.blocks_per_epoch
+    length = f"{steps} steps, {compact(steps * tokens_per_step)} tokens, {epochs:.3g} epochs"
+    if steps == ENDLESS:
+        length = f"{learn.hours:g} hours, in as many steps as the measured speed allows"
     return "\n".join(
         (
             f"device  {device.name}{memory}, {device.precision}{processes}",
@@ -234,15 +316,52 @@ def _summary(
             f"{compact(val_data.sequences * shape.block_size)} to validate on",
             f"step    {micro_batch_size} × {passes}{f' × {ranks.world}' if processes else ''} = "
             f"{sequences} sequences, {compact(tokens_per_step)} tokens",
-            f"run     {learn.max_iters} steps, "
-            f"{compact(learn.max_iters * tokens_per_step)} tokens, "
-            f"{epochs:.3g} epochs, in {run.out_dir}",
+            f"run     {length}, in {run.out_dir}",
         )
     )
 
 
+def _forecast(
+    model: GPT,
+    learn: TrainConfig,
+    run: RunConfig,
+    device: Device,
+    ranks: Ranks,
+    train_data: TrainSequences,
+) -> Forecast:
+    """What the run will cost and give, as far as that is known before it starts."""
+    tokens_per_step = learn.sequences_per_step * model.config.block_size
+    card = known_card(device.name) if device.dtype != torch.float32 else None
+    tokens_per_s = card and ranks.world * predicted_tokens_per_s(
+        card, model.flops_per_token(), compiled=run.compile
+    )
+    steps = learn.max_iters
+    if steps == ENDLESS:
+        steps = int(learn.hours * 3600 * (tokens_per_s or 0) / tokens_per_step)
+    is_new = run.init_from in ("auto", "resume", "scratch")  # what has learned before has no law
+    return Forecast(
+        parameters=model.num_params(),
+        steps=steps,
+        tokens_per_step=tokens_per_step,
+        decay_end=learn.lr_decay_iters if learn.decay_lr else None,
+        unique_tokens=len(train_data.bins),
+        tokens_per_s=tokens_per_s,
+        watts=card and card.watts * ranks.world,
+        recipe=recipe_of(model.config.arch, model.config.vocab_size) if is_new else None,
+    )
+
+
+def _normal_losses(forecast: Forecast, learn: TrainConfig, steps_done: int) -> Band | None:
+    """Between which losses a run of this shape and recipe is by then; None during warm-up."""
+    if steps_done <= learn.warmup_iters:
+        return None
+    return forecast.with_steps(steps_done).band_before_decay(undecayed_share(steps_done, learn))
+
+
 def _open_log(
     model: GPT,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
     learn: TrainConfig,
     run: RunConfig,
     device: Device,
@@ -259,17 +378,18 @@ def _open_log(
         is_main=ranks.is_main,
         log_interval=run.log_interval,
         first_step=progress.step,
-        last_step=learn.max_iters,
+        last_step=None if learn.max_iters == ENDLESS else learn.max_iters,
         tokens_per_step=learn.sequences_per_step * model.config.block_size,
         flops_per_token=model.flops_per_token(),
         peak_flops=device.peak_flops and device.peak_flops * ranks.world,
         seconds_before=progress.seconds,
+        watch=watch_for_spikes(run.on_spike, optimizer, scaler),
         sinks=sinks,
     )
 
 
 def _validate(
-    model: GPT, val_data: ValSequences, micro_batch_size: int, device: Device, ranks: Ranks
+    model: GPT, val_data: ValSequences, device: Device, ranks: Ranks, micro_batch_size: int
 ) -> float:
     batches = val_data.micro_batches(micro_batch_size, ranks)
     return evaluate(model, batches, device=device, ranks=ranks)
@@ -284,6 +404,85 @@ def _review(progress: Progress, val_loss: float, save: Callable[..., None], log:
     return progress
 
 
+def _go_back(
+    checkpoints: Checkpoints,
+    shape: GPTConfig,
+    run: RunConfig,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    say: Callable[[str], None],
+    learn: TrainConfig,
+) -> Progress:
+    """Put the run back to its newest checkpoint, or to its beginning if there is none yet."""
+    if checkpoints.exist():
+        return checkpoint.unpack(checkpoints.load(shape, learn, say), model, optimizer, scaler)
+    model.load_state_dict(_build_model(shape, learn, run, None).state_dict())
+    optimizer.state.clear()
+    if scaler.is_enabled():
+        scaler.load_state_dict(torch.amp.GradScaler(device="cpu").state_dict())
+    return Progress()
+
+
+def _recover(
+    diverged: Progress,
+    run: RunConfig,
+    go_back: Callable[[], Progress],
+    save: Callable[..., None],
+    ranks: Ranks,
+    log: Log,
+) -> Progress:
+    """Go back to the last good checkpoint and on past the data that led astray, or stop there."""
+    log.event(diverged.step, "diverged", reason=log.divergence)
+    good = next(iter(Checkpoints(Path(run.out_dir)).newest_first()), None)
+    kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+    stopped = f"{log.divergence} by step {diverged.step}; {kept}"
+    if run.on_spike != "rollback" or good is None:
+        raise InputError(
+            f"{stopped}; continue with --on_spike=rollback or skip, or start again with a lower "
+            "--learning_rate in another --out_dir"
+        )
+    progress = go_back()
+    if sum(step == progress.step for step, _ in progress.rollbacks) >= MOST_ROLLBACKS:
+        raise InputError(
+            f"{stopped}, and going on from there with other data failed {MOST_ROLLBACKS} times; "
+            "start again with a lower --learning_rate in another --out_dir"
+        )
+    rollback = (progress.step, diverged.step - progress.step)
+    progress = replace(
+        progress, seconds=diverged.seconds, rollbacks=(*progress.rollbacks, rollback)
+    )
+    log.event(progress.step, "rolled back", left_out_steps=rollback[1])
+    log.forget_divergence()
+    ranks.wait()  # until all have read what is now written anew
+    save(progress)  # so that a resumed run goes the same way
+    return progress
+
+
+def _speed_is_known(step: int, learn: TrainConfig, run: RunConfig, ranks: Ranks, log: Log) -> bool:
+    """Whether a run in `hours` can be given its length: compiled, and timed for a few steps."""
+    if learn.max_iters != ENDLESS or step < (run.compile_after if run.compile else 0):
+        return False
+    return ranks.any(log.step_seconds is not None)
+
+
+def _fix_length(
+    step: int, learn: TrainConfig, run: RunConfig, val_data: ValSequences, ranks: Ranks, log: Log
+) -> TrainConfig:
+    """Give a run in `hours` the length whose decay ends in time, once and for all processes."""
+    # An evaluation passes forward alone, a third of the work of learning from a sequence.
+    per_step = val_data.sequences / 3 / (run.eval_interval * learn.sequences_per_step)
+    steps_left = 0
+    if ranks.is_main:
+        left_s = learn.hours * 3600 - log.seconds
+        steps_left = max(int(left_s / (log.step_seconds * (1 + per_step))), 1)
+    agreed = torch.tensor([steps_left])
+    ranks.sum_([agreed])
+    fixed = end_in(agreed.item(), step, learn)
+    log.event(step, "length fixed", max_iters=fixed.max_iters, hours=learn.hours)
+    return fixed
+
+
 def _save(
     checkpoints: Checkpoints,
     pack: Callable[[Progress], dict[str, Any]],
@@ -296,6 +495,9 @@ def _save(
 ) -> None:
     """Write a checkpoint; a failure in mid-run is told, not fatal: earlier ones are whole."""
     if not ranks.is_main:
+        return
+    if log.is_suspect and not (name or must_succeed):
+        log.say(f"step {progress.step}  not saved: the loss has jumped, which may be divergence")
         return
     try:
         path = checkpoints.save(pack(progress), name)

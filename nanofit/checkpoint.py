@@ -8,14 +8,14 @@ which the run can be extended. The keys are nanoGPT's and a few more.
 import re
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from model import GPT, GPTConfig
-from nanofit.config import TrainConfig, flatten
+from nanofit.config import ENDLESS, TrainConfig, flatten
 from nanofit.files import atomic_write
 from nanofit.optim import lr_at, same_lr_until
 from nanofit.terminal import InputError
@@ -34,6 +34,12 @@ class Progress:
     step: int = 0
     best_val_loss: float = float("inf")
     seconds: float = 0.0
+    rollbacks: tuple[tuple[int, int], ...] = ()  # (step gone back to, steps of data left out)
+
+    @property
+    def data_step(self) -> int:
+        """The step whose sequences come next: what once made the run diverge is left out."""
+        return self.step + sum(left_out for _, left_out in self.rollbacks)
 
 
 class Checkpoints:
@@ -99,6 +105,7 @@ class Checkpoints:
                 continue
             newest = newest or content
             _check_same_run(newest, shape, learn)
+            learn = with_length(newest, learn)
             if same_lr_until(content["iter_num"], _learned(content), learn):
                 if content is not newest:
                     say(f"the schedule was extended: going on from {path}, before its decay")
@@ -122,6 +129,7 @@ def pack(
     progress: Progress,
     *,
     config: dict[str, Any],
+    fit: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything needed to go on, or to sample, as plain containers and tensors."""
     sequences_per_step = config["batch_size"] * config["gradient_accumulation_steps"]
@@ -132,10 +140,12 @@ def pack(
         "scaler": scaler.state_dict(),
         "model_args": flatten(model.config),
         "config": config,
+        "fit": fit,  # what the machine was found to bear; the next one is asked anew
         "iter_num": progress.step,
         "sequences_seen": progress.step * sequences_per_step,
         "best_val_loss": progress.best_val_loss,
         "seconds": progress.seconds,
+        "rollbacks": progress.rollbacks,
         "tokenizer": "gpt2",
         "torch": str(torch.__version__),
     }
@@ -152,7 +162,22 @@ def unpack(
     optimizer.load_state_dict(content["optimizer"])
     if scaler.is_enabled() and content["scaler"]:  # empty if it was saved by a bfloat16 run
         scaler.load_state_dict(content["scaler"])
-    return Progress(content["iter_num"], content["best_val_loss"], content["seconds"])
+    return Progress(
+        step=content["iter_num"],
+        best_val_loss=content["best_val_loss"],
+        seconds=content["seconds"],
+        rollbacks=content.get("rollbacks", ()),
+    )
+
+
+def with_length(content: dict[str, Any] | None, learn: TrainConfig) -> TrainConfig:
+    """The settings of a run in `hours` with the length that its speed once fixed, if it has."""
+    if learn.hours is None:
+        return learn
+    config = content["config"] if content else {}
+    is_fixed = learn.hours == config.get("hours")
+    max_iters = config["max_iters"] if is_fixed else ENDLESS
+    return replace(learn, max_iters=max_iters, lr_decay_iters=None)
 
 
 def _check_same_run(content: dict[str, Any], shape: GPTConfig, learn: TrainConfig) -> None:
@@ -162,6 +187,8 @@ def _check_same_run(content: dict[str, Any], shape: GPTConfig, learn: TrainConfi
             f"{content['config']['out_dir']} was saved by a newer version; update first"
         )
     before, now = content["config"], flatten(shape, learn)
+    if learn.hours is None:
+        del now["hours"]  # its length may be given in steps from now on
     differing = [
         f"{name} = {before[name]} (now {value})"
         for name, value in now.items()

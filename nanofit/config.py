@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from model import GPTConfig
+from model import GPTConfig, Recompute
 from nanofit.assignments import evaluate, read_assignments
 from nanofit.terminal import InputError, parse_size
 
+ENDLESS = 10**9  # max_iters of a run in `hours` before its speed is known
 PROJECT = Path(__file__).resolve().parent.parent
 
 
@@ -28,6 +29,9 @@ class TrainConfig:
         int, "passes per step; batch_size × this = sequences per step, over all processes"
     ] = 40
     max_iters: Annotated[int, "optimiser steps of the whole run"] = 600_000
+    hours: Annotated[
+        float | None, "end the decay in so many hours: the measured speed fixes max_iters"
+    ] = None
     learning_rate: Annotated[float, "highest learning rate"] = 6e-4
     min_lr: Annotated[float, "learning rate at the end of the decay"] = 6e-5
     decay_lr: Annotated[bool, "follow lr_schedule; False keeps learning_rate throughout"] = True
@@ -56,6 +60,8 @@ class TrainConfig:
         yield from _below(self, 1, "batch_size", "gradient_accumulation_steps")
         yield from _below(self, 0, "max_iters", "warmup_iters", "lr_decay_iters", "seed")
         yield from _below(self, 0, "learning_rate", "min_lr", "weight_decay", "grad_clip")
+        if self.hours is not None and not 0 < self.hours < float("inf"):
+            yield f"hours = {self.hours} must be above 0"
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 yield f"{name} = {getattr(self, name)} must be at least 0 and below 1"
@@ -84,17 +90,32 @@ class RunConfig:
     loss: Annotated[
         Literal["chunked", "full"], "chunked never holds all logits; full is the plain way"
     ] = "chunked"
-    autofit: Annotated[bool, "find the largest micro-batch that survives (not yet in use)"] = True
+    autofit: Annotated[
+        bool, "find the largest micro-batch that survives; False: batch_size as it is"
+    ] = True
     autofit_goal: Annotated[
-        Literal["largest", "fastest"], "which of those micro-batches to take (not yet in use)"
+        Literal["largest", "fastest"], "or the smallest that is within 2 % of the fastest"
     ] = "largest"
-    memory_limit: Annotated[str | None, "use no more than this, as in 10GB (not yet in use)"] = None
-    memory_reserve: Annotated[str | None, "leave this much free, as in 512MB (not yet in use)"] = (
-        None
-    )
+    memory_limit: Annotated[
+        str | None, "use no more than this, as in 10GB; on a CPU autofit needs it"
+    ] = None
+    memory_reserve: Annotated[
+        str | None, "leave this much free, as in 512MB; None: 5 % and 128 MiB"
+    ] = None
     savers: Annotated[
-        Literal["off", "auto"], "trade time for memory when nothing else fits (not yet in use)"
+        Literal["off", "auto"], "auto trades as little time as makes batch_size fit"
     ] = "off"
+    recompute: Annotated[
+        Recompute, "what eager backward passes compute again instead of keeping it"
+    ] = "off"
+    activation_memory_budget: Annotated[
+        float, "part of the activations that compiled passes may keep, from 0.1 to 1"
+    ] = 1.0
+    optimizer_bits: Annotated[int, "of AdamW's moments: 32, or 8 with torchao"] = 32
+    on_spike: Annotated[
+        Literal["stop", "skip", "rollback"],
+        "when the loss diverges: stop | skip such updates | go back and past the data",
+    ] = "stop"
     eval_interval: Annotated[int, "steps between evaluations"] = 2000
     eval_iters: Annotated[int, "validation sequences, in units of batch_size"] = 200
     eval_only: Annotated[bool, "evaluate once and stop"] = False
@@ -123,6 +144,15 @@ class RunConfig:
         yield from _below(self, 1, "eval_interval", "eval_iters", "log_interval")
         yield from _below(self, 1, "save_interval", "keep_checkpoints")
         yield from _below(self, 0, "compile_after")
+        if not 0.1 <= self.activation_memory_budget <= 1:
+            yield (
+                f"activation_memory_budget = {self.activation_memory_budget} must be from 0.1 to "
+                "1; near 0 so much is computed again that it takes more memory, not less"
+            )
+        if self.optimizer_bits not in (8, 32):
+            yield f"optimizer_bits = {self.optimizer_bits} must be 8 or 32"
+        if self.optimizer_bits == 8 and self.on_spike == "skip":
+            yield "on_spike = 'skip' needs optimizer_bits = 32: torchao's AdamW cannot skip a step"
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             yield f"device = {self.device!r} is not auto, cpu, mps, cuda or cuda:<number>"
         for name in ("memory_limit", "memory_reserve"):

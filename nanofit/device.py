@@ -1,7 +1,12 @@
 """What this machine is: its device, precision, memory and peak speed. All CUDA lines live here."""
 
-from contextlib import AbstractContextManager
+import difflib
+import os
+import re
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,24 +14,113 @@ from torch.utils import deterministic
 
 from nanofit.terminal import InputError
 
-# (tensor cores, boost clock in MHz) of cards that do 128 half-precision operations with fp32
-# accumulation per core and clock: GeForce 30 and 40.
-_GEFORCE = {
-    "3060": (112, 1777),
-    "3060 Ti": (152, 1665),
-    "3070": (184, 1725),
-    "3080": (272, 1710),
-    "3090": (328, 1695),
-    "4060": (96, 2460),
-    "4060 Ti": (136, 2535),
-    "4070": (184, 2475),
-    "4070 SUPER": (224, 2475),
-    "4070 Ti": (240, 2610),
-    "4070 Ti SUPER": (264, 2610),
-    "4080": (304, 2505),
-    "4080 SUPER": (320, 2550),
-    "4090": (512, 2520),
-}
+
+class Card(NamedTuple):
+    """What a maker publishes about a card."""
+
+    name: str  # as its driver reports it, without "NVIDIA"
+    tensor_cores: int
+    boost_mhz: int
+    core_flops: int  # half precision with fp32 accumulation, per core and clock, dense
+    memory_mib: int  # as the driver reports it where that is known, else the nominal size
+    watts: int
+    architecture: str
+
+    @property
+    def peak_flops(self) -> float:
+        return self.tensor_cores * self.boost_mhz * 1e6 * self.core_flops
+
+    @property
+    def has_bfloat16(self) -> bool:
+        return self.architecture not in ("Volta", "Turing")
+
+
+# NVIDIA's whitepapers and data sheets. Reference clocks: a factory-overclocked card runs a little
+# faster. GeForce accumulates in fp32 at half the rate of the professional card with the same chip.
+# Laptop clocks and watts are the highest allowed; most laptops stay below. A name that ends in a
+# size tells cards apart whose drivers report the same name.
+# fmt: off
+CARDS = tuple(Card(*row) for row in (
+    ("GeForce RTX 2060",                240, 1680,   64,   6144,  160, "Turing"),
+    ("GeForce RTX 2060 12GB",           272, 1650,   64,  12288,  185, "Turing"),
+    ("GeForce RTX 2060 SUPER",          272, 1650,   64,   8192,  175, "Turing"),
+    ("GeForce RTX 2070",                288, 1620,   64,   8192,  175, "Turing"),
+    ("GeForce RTX 2070 SUPER",          320, 1770,   64,   8192,  215, "Turing"),
+    ("GeForce RTX 2080",                368, 1710,   64,   8192,  215, "Turing"),
+    ("GeForce RTX 2080 SUPER",          384, 1815,   64,   8192,  250, "Turing"),
+    ("GeForce RTX 2080 Ti",             544, 1545,   64,  11264,  250, "Turing"),
+    ("GeForce RTX 3050",                 80, 1777,  128,   8192,  130, "Ampere"),
+    ("GeForce RTX 3050 6GB",             72, 1470,  128,   6144,   70, "Ampere"),
+    ("GeForce RTX 3060",                112, 1777,  128,  12288,  170, "Ampere"),
+    ("GeForce RTX 3060 8GB",            112, 1777,  128,   8192,  170, "Ampere"),
+    ("GeForce RTX 3060 Ti",             152, 1665,  128,   8192,  200, "Ampere"),
+    ("GeForce RTX 3070",                184, 1725,  128,   8192,  220, "Ampere"),
+    ("GeForce RTX 3070 Ti",             192, 1770,  128,   8192,  290, "Ampere"),
+    ("GeForce RTX 3080",                272, 1710,  128,  10240,  320, "Ampere"),
+    ("GeForce RTX 3080 12GB",           280, 1710,  128,  12288,  350, "Ampere"),
+    ("GeForce RTX 3080 Ti",             320, 1665,  128,  12288,  350, "Ampere"),
+    ("GeForce RTX 3090",                328, 1695,  128,  24576,  350, "Ampere"),
+    ("GeForce RTX 3090 Ti",             336, 1860,  128,  24564,  450, "Ampere"),
+    ("GeForce RTX 4060",                 96, 2460,  128,   8188,  115, "Ada"),
+    ("GeForce RTX 4060 Ti",             136, 2535,  128,   8188,  160, "Ada"),
+    ("GeForce RTX 4060 Ti 16GB",        136, 2535,  128,  16380,  165, "Ada"),
+    ("GeForce RTX 4070",                184, 2475,  128,  12282,  200, "Ada"),
+    ("GeForce RTX 4070 SUPER",          224, 2475,  128,  12282,  220, "Ada"),
+    ("GeForce RTX 4070 Ti",             240, 2610,  128,  12282,  285, "Ada"),
+    ("GeForce RTX 4070 Ti SUPER",       264, 2610,  128,  16376,  285, "Ada"),
+    ("GeForce RTX 4080",                304, 2505,  128,  16376,  320, "Ada"),
+    ("GeForce RTX 4080 SUPER",          320, 2550,  128,  16376,  320, "Ada"),
+    ("GeForce RTX 4090 D",              456, 2520,  128,  24564,  425, "Ada"),
+    ("GeForce RTX 4090",                512, 2520,  128,  24564,  450, "Ada"),
+    ("GeForce RTX 5050",                 80, 2572,  128,   8192,  130, "Blackwell"),
+    ("GeForce RTX 5060",                120, 2497,  128,   8192,  145, "Blackwell"),
+    ("GeForce RTX 5060 Ti",             144, 2572,  128,   8192,  180, "Blackwell"),
+    ("GeForce RTX 5060 Ti 16GB",        144, 2572,  128,  16311,  180, "Blackwell"),
+    ("GeForce RTX 5070",                192, 2512,  128,  12227,  250, "Blackwell"),
+    ("GeForce RTX 5070 Ti",             280, 2452,  128,  16303,  300, "Blackwell"),
+    ("GeForce RTX 5080",                336, 2617,  128,  16303,  360, "Blackwell"),
+    ("GeForce RTX 5090",                680, 2407,  128,  32607,  575, "Blackwell"),
+
+    ("GeForce RTX 3050 Laptop GPU",      64, 1740,  128,   4096,   80, "Ampere"),
+    ("GeForce RTX 3050 Ti Laptop GPU",   80, 1695,  128,   4096,   80, "Ampere"),
+    ("GeForce RTX 3060 Laptop GPU",     120, 1703,  128,   6144,  115, "Ampere"),
+    ("GeForce RTX 3070 Laptop GPU",     160, 1620,  128,   8192,  125, "Ampere"),
+    ("GeForce RTX 3070 Ti Laptop GPU",  184, 1485,  128,   8192,  125, "Ampere"),
+    ("GeForce RTX 3080 Laptop GPU",     192, 1710,  128,   8192,  150, "Ampere"),
+    ("GeForce RTX 3080 Ti Laptop GPU",  232, 1590,  128,  16384,  150, "Ampere"),
+    ("GeForce RTX 4050 Laptop GPU",      80, 2370,  128,   6141,  115, "Ada"),
+    ("GeForce RTX 4060 Laptop GPU",      96, 2370,  128,   8188,  115, "Ada"),
+    ("GeForce RTX 4070 Laptop GPU",     144, 2175,  128,   8188,  115, "Ada"),
+    ("GeForce RTX 4080 Laptop GPU",     232, 2280,  128,  12282,  150, "Ada"),
+    ("GeForce RTX 4090 Laptop GPU",     304, 2040,  128,  16376,  150, "Ada"),
+
+    ("TITAN RTX",                       576, 1770,  128,  24576,  280, "Turing"),
+    ("RTX A4000",                       192, 1560,  256,  16376,  140, "Ampere"),
+    ("RTX A5000",                       256, 1695,  256,  24564,  230, "Ampere"),
+    ("RTX A6000",                       336, 1800,  256,  49140,  300, "Ampere"),
+    ("RTX 4000 Ada Generation",         192, 2175,  256,  20475,  130, "Ada"),
+    ("RTX 5000 Ada Generation",         400, 2550,  256,  32760,  250, "Ada"),
+    ("RTX 6000 Ada Generation",         568, 2505,  256,  49140,  300, "Ada"),
+
+    ("Tesla T4",                        320, 1590,  128,  15360,   70, "Turing"),
+    ("Tesla V100-PCIE-16GB",            640, 1380,  128,  16384,  250, "Volta"),
+    ("Tesla V100-SXM2-16GB",            640, 1530,  128,  16384,  300, "Volta"),
+    ("Tesla V100-SXM2-32GB",            640, 1530,  128,  32768,  300, "Volta"),
+    ("A10",                             288, 1695,  256,  23028,  150, "Ampere"),
+    ("A30",                             224, 1440,  512,  24576,  165, "Ampere"),
+    ("A40",                             336, 1740,  256,  46068,  300, "Ampere"),
+    ("A100-PCIE-40GB",                  432, 1410,  512,  40960,  250, "Ampere"),
+    ("A100-SXM4-40GB",                  432, 1410,  512,  40960,  400, "Ampere"),
+    ("A100 80GB PCIe",                  432, 1410,  512,  81920,  300, "Ampere"),
+    ("A100-SXM4-80GB",                  432, 1410,  512,  81920,  400, "Ampere"),
+    ("L4",                              232, 2040,  256,  23034,   72, "Ada"),
+    ("L40",                             568, 2490,  128,  46068,  300, "Ada"),
+    ("L40S",                            568, 2520,  256,  46068,  350, "Ada"),
+    ("H100 PCIe",                       456, 1620, 1024,  81559,  350, "Hopper"),
+    ("H100 80GB HBM3",                  528, 1830, 1024,  81559,  700, "Hopper"),
+    ("H200",                            528, 1830, 1024, 143771,  700, "Hopper"),
+))
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -47,6 +141,13 @@ class Device:
     def precision(self) -> str:
         """The dtype as the setting spells it."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def driver(self) -> str:
+        """The versions of CUDA and its driver; empty elsewhere."""
+        if self.type != "cuda":
+            return ""
+        return f"CUDA {torch.version.cuda}, driver {torch._C._cuda_getDriverVersion()}"
 
     def autocast(self) -> AbstractContextManager:
         """Matrix products in `dtype`; with float32 nothing changes."""
@@ -69,6 +170,118 @@ class Device:
         """Start moving a staged tensor to the device."""
         return tensor.to(self.torch_device, non_blocking=True)
 
+    def wait(self) -> None:
+        """Go on when the device has done all that it was told."""
+        if self.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
+    def memory(self) -> "DeviceMemory":
+        """What this process uses of the device's memory from now on."""
+        kinds = {"cuda": _CudaMemory, "cpu": _CpuMemory}
+        return kinds.get(self.type, DeviceMemory)(self.torch_device)
+
+
+class DeviceMemory:
+    """The memory of a device that tells nothing about it, and does as it likes."""
+
+    def __init__(self, torch_device: torch.device):
+        self._device = torch_device
+
+    def limit(self, limit_bytes: int) -> None:
+        """Let allocations beyond a limit fail."""
+        raise InputError(f"memory_limit is not possible on {self._device.type}; leave it out")
+
+    def used_bytes(self) -> int:
+        """In the units of the limit: what is used when no tensor is there yet."""
+        return 0
+
+    def peak_bytes(self) -> int:
+        """The most that was used."""
+        return 0
+
+    def free_bytes(self) -> int | None:
+        """What this process could still use, with other programs as they are now."""
+        return None
+
+    def retries(self) -> int:
+        """How often memory had to be given back before an allocation succeeded."""
+        return 0
+
+    def release(self) -> None:
+        """Give back what is kept for later allocations."""
+
+
+class _CudaMemory(DeviceMemory):
+    """What torch reserves on a card. The context, another 0.4 GB, is not part of it."""
+
+    def limit(self, limit_bytes: int) -> None:
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(limit_bytes / total, 1.0), self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
+    def retries(self) -> int:
+        return torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
+
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+class _CpuMemory(DeviceMemory):
+    """The data of this process, as Linux counts and limits them."""
+
+    def __init__(self, torch_device: torch.device):
+        super().__init__(torch_device)
+        self._data_bytes, self._resident_bytes = _own("VmData"), _own("RssAnon")
+
+    def limit(self, limit_bytes: int) -> None:
+        if not self._data_bytes:
+            raise InputError("memory_limit on a CPU needs Linux; leave it out")
+        import ctypes
+        import resource
+
+        # Left alone, glibc keeps most of what is freed, in fragments, and it counts as used.
+        with suppress(AttributeError, OSError):  # not every C library has it
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
+
+    def used_bytes(self) -> int:
+        return self._data_bytes
+
+    def peak_bytes(self) -> int:
+        # Linux keeps the peak of what is resident, files included, not of the data.
+        resident_bytes = _own("VmHWM") - _own("RssFile")
+        return self._data_bytes + max(resident_bytes - self._resident_bytes, 0)
+
+
+def _own(field: str) -> int:
+    """A size of this process as Linux tells it, in bytes; 0 elsewhere."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return int(re.search(rf"{field}:\s*(\d+) kB", status)[1]) * 1024
+
+
+_OUT_OF_MEMORY_SIGNS = ("out of memory", "allocate memory", "alloc_failed", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out; libraries say it in many ways."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY_SIGNS)
+
 
 def describe_device(name: str = "auto", dtype: str = "auto", *, local_rank: int = 0) -> Device:
     """Choose and set up the device of this process."""
@@ -90,11 +303,39 @@ def describe_device(name: str = "auto", dtype: str = "auto", *, local_rank: int 
 
 def peak_flops(card: str) -> float | None:
     """Dense half-precision peak of a card by the name its driver reports; None if unknown."""
-    model = card.removeprefix("NVIDIA ").removeprefix("GeForce RTX ")
-    if model not in _GEFORCE:
-        return None
-    cores, clock_mhz = _GEFORCE[model]
-    return cores * clock_mhz * 1e6 * 128
+    known = known_card(card)
+    return known and known.peak_flops
+
+
+def known_card(name: str) -> Card | None:
+    """The card whose driver reports this name, if it is in the table."""
+    name = name.removeprefix("NVIDIA ")
+    return next((card for card in CARDS if card.name == name), None)
+
+
+def find_card(typed: str) -> Card:
+    """The card a person means: `RTX 4070`, `4070 super`, `3080 laptop`, `A100 80GB`."""
+    wanted = _words(typed)
+    found = [card for card in CARDS if wanted and wanted <= _words(card.name) | _sizes(card)]
+    if not found:
+        names = {" ".join(sorted(_words(card.name))): card.name for card in CARDS}
+        key = " ".join(sorted(wanted))
+        nearest = difflib.get_close_matches(key, names, n=4, cutoff=0.4)
+        like = ", ".join(names[one] for one in nearest) or "RTX 4070, A100 80GB and 3080 laptop"
+        raise InputError(f"card {typed!r} is not in the table; names like it are {like}")
+    return min(found, key=lambda card: len(_words(card.name) - wanted))
+
+
+def _words(name: str) -> set[str]:
+    """What tells a card's name from others: `GeForce RTX 4070Ti` is {4070, ti}."""
+    spaced = re.sub(r"(?<=\d)(?=(ti|super|laptop|d)\b)", " ", name.lower())
+    return set(re.findall(r"\w+", spaced)) - {"nvidia", "geforce", "rtx", "gpu"}
+
+
+def _sizes(card: Card) -> set[str]:
+    """The sizes its memory may go by: error correction takes a sixteenth of the nominal one."""
+    reported_gib = card.memory_mib / 1024
+    return {f"{size}gb" for size in range(round(reported_gib), round(reported_gib * 16 / 15) + 1)}
 
 
 def _best_kind() -> str:
@@ -112,6 +353,8 @@ def _set_up_cuda(index: int, dtype: str) -> Device:
         raise InputError("device = 'cuda', but torch sees no CUDA device; use device = 'auto'")
     if index >= torch.cuda.device_count():
         raise InputError(f"no device cuda:{index}: this machine has {torch.cuda.device_count()}")
+    # Without it a tenth and more of the memory is lost to fragments. It must be set before use.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(index)
     torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
     card = torch.cuda.get_device_properties(index)

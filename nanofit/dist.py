@@ -10,6 +10,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 
+class OtherProcessFailed(Exception):
+    """This process could have gone on, but another could not."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among those of the run. In a world of one every method is an identity."""
@@ -48,6 +52,28 @@ class Ranks:
         ends = torch.tensor([number, -number])
         dist.all_reduce(ends, dist.ReduceOp.MAX)
         return ends.sum().item() == 0
+
+    def least(self, number: int) -> int:
+        """The smallest of the processes' numbers."""
+        if self.world == 1:
+            return number
+        numbers = torch.tensor([number])
+        dist.all_reduce(numbers, dist.ReduceOp.MIN)
+        return numbers.item()
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Work that counts only if all processes do theirs: who fails, fails all.
+
+        Otherwise they would wait for ever for the one that failed.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if self.any(failure is not None):
+            raise failure or OtherProcessFailed("it failed in another process")
 
     def wait(self) -> None:
         """Go on when all processes have come this far."""

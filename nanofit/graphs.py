@@ -67,7 +67,9 @@ def compiled_graphs(
             for joint in (True, False)
         )
     joint_inputs = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
-    with config.patch(activation_memory_budget=activation_memory_budget):
+    with config.patch(
+        activation_memory_budget=activation_memory_budget, is_non_builtin_to_include=True
+    ):
         forward, backward = min_cut_rematerialization_partition(
             joint, joint_inputs, compiler="inductor", num_fwd_outputs=outputs
         )

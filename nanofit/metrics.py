@@ -7,13 +7,24 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from torch import Tensor
 
+from nanofit.scaling import Band
+from nanofit.spikes import LossWatch, SkipWatch
 from nanofit.terminal import Progress, compact, duration
+
+TIMED_STEPS = 10  # that tell the speed of a run
+OUTSIDE_EVALUATIONS = 3  # in a row, before it is called unusual
+CAUSES = {
+    "above": "a changed effective batch, a learning rate too high or too low, text without "
+    "separators between documents, or text harder than FineWeb",
+    "below": "text easier than FineWeb or with repeats, or validation text among the training text",
+}
 
 
 class Log:
@@ -26,11 +37,12 @@ class Log:
         is_main: bool,
         log_interval: int,
         first_step: int,
-        last_step: int,
+        last_step: int | None,
         tokens_per_step: int,
         flops_per_token: float,
         peak_flops: float | None,
         seconds_before: float = 0.0,
+        watch: LossWatch | SkipWatch | None = None,
         sinks: tuple = (),
     ):
         self._is_main, self._interval = is_main, log_interval
@@ -39,8 +51,16 @@ class Log:
         self._started = time.monotonic() - seconds_before
         self._mark = (first_step, time.monotonic())
         self._file = _open_records(folder / "metrics.jsonl") if is_main else None
+        self.divergence: str | None = None  # in words, once it is certain
+        self.is_suspect = False
+        self._watch, self._unseen = watch or LossWatch(), None
+        self._expected: Callable[[int], Band | None] = lambda steps_done: None
+        self._outside = 0  # evaluations in a row: above zero above the band, below zero below it
+        self._judged = False
+        self._timed: tuple[int, float] | None = None
+        self._ends = last_step is not None
         self._progress = Progress(
-            "training", last_step, done=first_step, every_s=float("inf"), quiet=not is_main
+            "training", last_step or 10**9, done=first_step, every_s=float("inf"), quiet=not is_main
         )
 
     def __enter__(self) -> "Log":
@@ -60,30 +80,75 @@ class Log:
         """Wall-clock time of the run so far, earlier launches included."""
         return time.monotonic() - self._started
 
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean time of a step, once enough of them were timed since the last event."""
+        if self._timed is None or self._timed[0] < TIMED_STEPS:
+            return None
+        return self._timed[1] / self._timed[0]
+
+    def expect(self, expected: Callable[[int], Band | None], last_step: int | None = None) -> None:
+        """Tell which losses are normal after so many steps, and where the run ends."""
+        self._expected = expected
+        if last_step is not None:
+            self._progress.total, self._ends = last_step, True
+
     def say(self, text: str) -> None:
         self._progress.line(text)
 
     def stepped(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Tell of a finished step, if a line is due."""
         self._progress.update(step + 1)
+        self._unseen = (step, loss, grad_norm)
         if not self._is_main or step % self._interval:
             return
         values = {"loss": loss.item(), "lr": lr, "grad_norm": grad_norm.item()}
         values |= self._speed(step + 1)
-        self._write("step", step, step + 1, values)
+        band = self._expected(step + 1)
+        self._write("step", step, step + 1, values | _band_values(band))
         speed = f"tok/s {compact(values['tokens_per_s'])}"
         if "mfu" in values:
             speed += f"  mfu {values['mfu']:.1%}"
         self._progress.update(step + 1, f"loss {values['loss']:.4f}  {speed}")
+        eta = f"  eta {self._progress.eta()}" if self._ends else ""
         self.say(
-            f"step {step}  loss {values['loss']:.4f}  lr {lr:.2e}  "
-            f"norm {values['grad_norm']:.2f}  {speed}  eta {self._progress.eta()}"
+            f"step {step}  loss {values['loss']:.4f}{_band_text(band)}  lr {lr:.2e}  "
+            f"norm {values['grad_norm']:.2f}  {speed}{eta}"
         )
+        self.diverged(look=True)
+
+    def diverged(self, *, look: bool) -> bool:
+        """Whether divergence is certain; with `look` the last step is looked at first."""
+        if look and self._unseen and self._is_main:
+            (step, loss, grad_norm), self._unseen = self._unseen, None
+            sight = self._watch.look(loss, grad_norm)
+            self.divergence = self.divergence or sight.divergence
+            self.is_suspect = sight.is_suspect
+            if sight.skipped:
+                self.event(step + 1, "spikes skipped", updates=sight.skipped)
+        return self.divergence is not None
+
+    def forget_divergence(self) -> None:
+        """The run was put back to where it was sound."""
+        self.divergence, self.is_suspect, self._unseen = None, False, None
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        self._write("eval", step, step, {"val_loss": val_loss})
-        self.say(f"step {step}  val_loss {val_loss:.4f}")
+        band = self._expected(step)
+        self._write("eval", step, step, {"val_loss": val_loss} | _band_values(band))
+        self.say(f"step {step}  val_loss {val_loss:.4f}{_band_text(band)}")
+        self._judge(step, val_loss, band)
         self.restart_clock(step)
+
+    def _judge(self, step: int, val_loss: float, band: Band | None) -> None:
+        """Say once, with the usual causes, that a run has long been outside its band."""
+        if band is None:
+            return
+        side = (val_loss > band.high) - (val_loss < band.low)
+        self._outside = side + (self._outside if side * self._outside > 0 else 0)
+        if abs(self._outside) >= OUTSIDE_EVALUATIONS and not self._judged:
+            self._judged = True
+            where = "above" if side > 0 else "below"
+            self.event(step, f"loss {where} what is normal", causes=CAUSES[where])
 
     def event(self, step: int, name: str, **details: Any) -> None:
         """Something happened that explains the curve or the speed."""
@@ -94,6 +159,7 @@ class Log:
         )
         self.say(f"step {step}  {name}  {told}".rstrip())
         self.restart_clock(step)
+        self._timed = None
 
     def restart_clock(self, step: int) -> None:
         """Leave what was done since the last step out of the speed."""
@@ -102,9 +168,11 @@ class Log:
     def _speed(self, steps_done: int) -> dict[str, float]:
         first, since = self._mark
         self._mark = (steps_done, time.monotonic())
-        tokens_per_s = (
-            (steps_done - first) * self._tokens_per_step / max(self._mark[1] - since, 1e-9)
-        )
+        steps, seconds = steps_done - first, max(self._mark[1] - since, 1e-9)
+        tokens_per_s = steps * self._tokens_per_step / seconds
+        # What comes first after an event may be slow, and is not counted.
+        before = self._timed
+        self._timed = (0, 0.0) if before is None else (before[0] + steps, before[1] + seconds)
         if self._peak_flops is None:
             return {"tokens_per_s": tokens_per_s}
         mfu = tokens_per_s * self._flops_per_token / self._peak_flops
@@ -164,6 +232,14 @@ def _wandb():
     import wandb
 
     return wandb
+
+
+def _band_values(band: Band | None) -> dict[str, float]:
+    return {"expected_low": band.low, "expected_high": band.high} if band else {}
+
+
+def _band_text(band: Band | None) -> str:
+    return f"  expected {band.low:.2f}-{band.high:.2f}" if band else ""
 
 
 def _json_value(value: Any) -> Any:

@@ -1,14 +1,15 @@
 """One optimiser step; one evaluation."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from nanofit.device import Device
-from nanofit.dist import Ranks
+from nanofit.device import Device, is_out_of_memory
+from nanofit.dist import OtherProcessFailed, Ranks
 from nanofit.loader import MicroBatch
 
 
@@ -30,20 +31,38 @@ def train_step(
     """
     torch.manual_seed(seed)
     loss = torch.zeros((), device=device.torch_device)
-    for idx, targets, share in micro_batches:
-        with device.autocast():
-            part = model(idx, targets) * share
-        scaler.scale(part).backward()
-        loss += part.detach()
+    with ranks.all_or_none():
+        for idx, targets, share in micro_batches:
+            with device.autocast():
+                part = model(idx, targets) * share
+            scaler.scale(part).backward()
+            loss += part.detach()
     ranks.sum_([loss, *(p.grad for p in model.parameters())])
     scaler.unscale_(optimizer)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf"))
+    optimizer.grad_norm = grad_norm  # for those who watch its steps
     for group in optimizer.param_groups:
         group["lr"] = lr
-    scaler.step(optimizer)
+    with _whole_or_interrupted(scaler), ranks.all_or_none():
+        scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return loss, grad_norm
+
+
+class UpdateInterrupted(Exception):
+    """Memory ran out while weights were being updated, here or in another process."""
+
+
+@contextmanager
+def _whole_or_interrupted(scaler: GradScaler) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not (is_out_of_memory(error) or isinstance(error, OtherProcessFailed)):
+            raise
+        scaler.update()  # else it would take the next step for the rest of this one
+        raise UpdateInterrupted(str(error)) from error
 
 
 @torch.no_grad()
@@ -53,10 +72,13 @@ def evaluate(
     """The mean loss over the micro-batches of all processes."""
     model.eval()
     parts = []
-    for idx, targets, share in micro_batches:
-        with device.autocast():
-            parts.append(model(idx, targets) * share)
-    model.train()
+    try:
+        with ranks.all_or_none():
+            for idx, targets, share in micro_batches:
+                with device.autocast():
+                    parts.append(model(idx, targets) * share)
+    finally:
+        model.train()
     # A process may have none: there can be more processes than sequences.
     loss = (
         torch.stack(parts).cpu().double().sum() if parts else torch.zeros((), dtype=torch.float64)

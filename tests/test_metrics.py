@@ -14,6 +14,7 @@ import torch
 
 from nanofit.config import PROJECT
 from nanofit.metrics import Log, WandbSink
+from nanofit.scaling import Band
 
 TOKENS_PER_STEP = 1000
 UNREADABLE = SimpleNamespace()  # has no .item(): reading it from the device would be an error
@@ -234,6 +235,103 @@ def test_console_lines_say_what_the_records_say(open_log, clock, capsys):
     assert step.startswith("step 0  loss 1.2346  lr 6.00e-04  norm 0.50  tok/s 2k  eta ")
     assert evaluation == "step 1  val_loss 3.2500"
     assert event == "step 1  fit chosen  micro_batch 12"
+
+
+# what is normal
+
+
+def band_at(steps_done):
+    return None if steps_done < 4 else Band(3.0, 3.0 + steps_done / 10)
+
+
+def test_the_band_is_told_with_each_loss_where_there_is_one(open_log, records, capsys):
+    with open_log() as log:
+        log.expect(band_at)
+        tell_step(log, 2)
+        tell_step(log, 3)
+        log.evaluated(4, 3.25)
+    before, step, evaluation = records()
+    assert "expected_low" not in before
+    for record in (step, evaluation):
+        assert (record["expected_low"], record["expected_high"]) == (3.0, 3.4)
+    lines = capsys.readouterr().out.splitlines()
+    assert "expected" not in lines[0]
+    assert "loss 2.5000  expected 3.00-3.40  lr" in lines[1]
+    assert lines[2] == "step 4  val_loss 3.2500  expected 3.00-3.40"
+
+
+@pytest.mark.parametrize(("loss", "where"), [(9.0, "above"), (2.0, "below")])
+def test_a_run_long_outside_its_band_says_so_once(open_log, records, loss, where):
+    with open_log() as log:
+        log.expect(band_at)
+        for step, told in enumerate([loss, 3.2, loss, loss, 3.2, *[loss] * 7], start=4):
+            log.evaluated(step, told)
+    events = [record for record in records() if record["kind"] == "event"]
+    assert [(event["step"], event["name"]) for event in events] == [
+        (11, f"loss {where} what is normal")
+    ]
+    assert "FineWeb" in events[0]["causes"]
+
+
+def test_jumping_from_side_to_side_is_not_long_outside(open_log, records):
+    with open_log() as log:
+        log.expect(band_at)
+        for step in range(4, 20):
+            log.evaluated(step, 9.0 if step % 2 else 2.0)
+    assert all(record["kind"] == "eval" for record in records())
+
+
+# divergence
+
+
+def test_divergence_is_seen_when_a_line_is_due_or_when_asked(open_log):
+    with open_log(log_interval=10) as log:
+        tell_step(log, 0)
+        tell_step(log, 1, loss=math.nan)
+        assert not log.diverged(look=False)
+        assert log.diverged(look=True) and log.divergence == "the loss is nan"
+        log.forget_divergence()
+        assert not log.diverged(look=True)
+        tell_step(log, 10, grad_norm=math.inf)
+        assert log.diverged(look=False)
+
+
+def test_other_processes_are_not_asked_for_divergence(open_log):
+    with open_log(is_main=False) as log:
+        log.stepped(0, UNREADABLE, UNREADABLE, 1e-3)
+        assert not log.diverged(look=True)
+
+
+# the time of a step
+
+
+def test_a_step_is_timed_over_ten_of_them_without_the_first_and_without_pauses(open_log, clock):
+    with open_log(log_interval=4, last_step=None) as log:
+        log.event(0, "compile")
+        clock.now += 100  # the first step after an event is slow
+        tell_step(log, 0)
+        for step in range(1, 13):
+            assert log.step_seconds is None
+            if step == 6:
+                clock.now += 1000
+                log.evaluated(step, 3.25)
+            clock.now += 0.5
+            tell_step(log, step)
+        assert log.step_seconds == 0.5
+        log.event(13, "compile")
+        assert log.step_seconds is None
+
+
+def test_a_run_without_a_known_end_tells_no_eta(open_log, clock, capsys):
+    with open_log(last_step=None) as log:
+        clock.now += 0.5
+        tell_step(log, 0)
+        log.expect(band_at, last_step=11)
+        clock.now += 0.5
+        tell_step(log, 1)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "eta" not in first
+    assert "eta " in second
 
 
 # Weights & Biases

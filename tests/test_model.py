@@ -1,11 +1,13 @@
 """The model against Hugging Face's GPT-2, against the plain loss, and against its own promises."""
 
 import json
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, KVCache
 
 SHAPE = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=101, bias=True)
 
@@ -121,6 +123,80 @@ def test_dropout_acts_in_training_alone():
     assert model.eval()(idx, idx) == model(idx, idx)
 
 
+@pytest.mark.parametrize("recompute", ["selective", "alternate", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_recomputed_gradients_equal_the_kept_ones(dropout, dtype, recompute):
+    model, idx = GPT(replace(SHAPE, n_layer=4, dropout=dropout)), torch.randint(0, 101, (3, 24))
+    kept = loss_and_gradients(model, idx, dtype)
+    model.recompute = recompute
+    for again, expected in zip(loss_and_gradients(model, idx, dtype), kept, strict=True):
+        assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "alternate", "block"])
+def test_recomputed_gradients_stay_when_compiled(recompute):
+    model, idx = GPT(SHAPE), torch.randint(0, 101, (3, 24))
+    kept = loss_and_gradients(model, idx, torch.bfloat16)
+    model.recompute = recompute
+    torch._dynamo.reset()
+    model.compile(dynamic=False, backend="aot_eager_decomp_partition")  # all but code generation
+    compiled = loss_and_gradients(model, idx, torch.bfloat16)
+    for again, expected in zip(compiled, kept, strict=True):
+        torch.testing.assert_close(again, expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "floats_per_channel", "others"),
+    [
+        # two norms' inputs and outputs, qkv, attention, GELU's input and output; attention's sums
+        # for each head, two norms' means and deviations
+        ("off", 2 + 2 + 3 + 1 + 4 + 4, 4 + 4),
+        ("selective", 1 + 3 + 1 + 1 + 4 + 1, 4),  # the input and the five products
+        ("alternate", (16 + 1) / 2, (4 + 4) / 2),
+        ("block", 1, 0),
+    ],
+)
+def test_each_layer_keeps_what_a_hand_count_says(recompute, floats_per_channel, others):
+    width, tokens = 128, 4 * 64
+
+    def peak(layers):
+        shape = GPTConfig(n_layer=layers, n_head=4, n_embd=width, block_size=64, vocab_size=64)
+        model, idx = GPT(shape, recompute=recompute), torch.randint(0, 64, (4, 64))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return peak_bytes(lambda: model(idx, idx).backward())
+
+    per_layer = (peak(12) - peak(8)) / 4
+    assert per_layer == 4 * tokens * (floats_per_channel * width + others)
+
+
+def test_blocks_run_again_in_training_alone():
+    model, idx = GPT(replace(SHAPE, n_layer=4)), torch.randint(0, 101, (2, 24))
+    runs = [0] * 4
+
+    def count(layer):
+        runs[layer] += 1
+
+    for layer, block in enumerate(model.transformer.h):
+        block.register_forward_pre_hook(lambda *_, layer=layer: count(layer))
+
+    def runs_with(recompute):
+        runs[:] = [0] * 4
+        model.recompute = recompute
+        model(idx, idx).backward()
+        return list(runs)
+
+    assert runs_with("off") == [1, 1, 1, 1]
+    assert runs_with("alternate") == [2, 1, 2, 1]
+    assert runs_with("block") == runs_with("selective") == [2, 2, 2, 2]
+    model.eval()
+    assert runs_with("block") == [1, 1, 1, 1]
+    runs[:] = [0] * 4
+    model.train().next_logits(idx, KVCache(model)).sum().backward()  # or it would be filled twice
+    assert runs == [1, 1, 1, 1]
+
+
 def test_cropped_model_gives_the_same_logits_for_short_sequences():
     model, idx = GPT(SHAPE).eval(), torch.randint(0, 101, (2, 10))
     before = model(idx)
@@ -176,8 +252,22 @@ def hugging_face_model(activation: str):
     return model
 
 
+def loss_and_gradients(model, idx, dtype) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = model(idx, idx)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def peak_bytes(call) -> int:
+    """The most that a call had allocated at one time, on top of what there was."""
+    return max(accumulate(allocations(call)))
+
+
 def allocations(call) -> list[int]:
-    """Bytes of each allocation made by a call, wherever in torch it is made."""
+    """Bytes of each allocation made by a call, wherever in torch it is made, and of each free."""
     with torch.profiler.profile(profile_memory=True) as profile:
         call()
     events = profile.profiler.kineto_results.events()

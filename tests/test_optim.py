@@ -8,7 +8,14 @@ import torch
 
 from model import GPT, GPTConfig
 from nanofit.config import TrainConfig
-from nanofit.optim import build_optimizer, decay_start, lr_at, same_lr_until
+from nanofit.optim import (
+    build_optimizer,
+    decay_start,
+    end_in,
+    lr_at,
+    same_lr_until,
+    undecayed_share,
+)
 
 COSINE = TrainConfig(
     max_iters=1000, lr_decay_iters=800, warmup_iters=100, learning_rate=6e-4, min_lr=6e-5
@@ -108,6 +115,29 @@ def test_same_rates_means_the_same_at_each_step_done():
         for step in (0, 1, 50, 101, 300, 1000):
             pairs = [(lr_at(s, COSINE), lr_at(s, other)) for s in range(step)]
             assert same_lr_until(step, COSINE, other) == all(a == b for a, b in pairs)
+
+
+def test_undecayed_share_falls_from_one_to_nothing():
+    assert undecayed_share(100, COSINE) == 1.0
+    assert undecayed_share(450, COSINE) == pytest.approx(0.5)  # half-way from 100 to 800
+    assert undecayed_share(800, COSINE) == undecayed_share(999, COSINE) == 0.0
+    assert undecayed_share(749, WSD) == 1.0
+    assert undecayed_share(875, WSD) == pytest.approx(0.5)
+    assert undecayed_share(999, replace(COSINE, decay_lr=False)) == 1.0
+    assert undecayed_share(500, replace(COSINE, min_lr=6e-4)) == 1.0  # nothing ever decays
+
+
+def test_a_schedule_can_be_made_to_end_in_so_many_steps():
+    ended = end_in(400, 100, COSINE)
+    assert (ended.max_iters, ended.decay_end) == (500, 500)
+    ended = end_in(700, 300, WSD)
+    assert (ended.max_iters, decay_start(ended)) == (1000, 750)
+
+
+def test_a_wsd_run_with_no_time_left_to_decay_takes_the_time_of_a_whole_decay():
+    ended = end_in(10, 300, WSD)
+    assert ended.max_iters == 400  # a quarter of which is the decay
+    assert same_lr_until(300, ended, WSD)
 
 
 # the optimiser

@@ -1,5 +1,6 @@
 """The run as its user starts it: same curve however it is cut, interrupted, or continued."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,9 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import PROJECT, TINY_MODEL, read_metrics
+
+from nanofit.device import describe_device
+from nanofit.loader import TrainSequences, open_bins
 
 HALF_WAY = 7
 
@@ -311,6 +316,163 @@ def test_help_lists_the_settings():
     assert "--learning_rate=0.0006" in done.stdout
 
 
+# what the run says about itself before it starts
+
+
+def test_the_planner_warns_at_launch_and_holds_nothing_up(tiny_run):
+    done = tiny_run("--max_iters=700", "--lr_decay_iters=900", "--eval_only=True")
+    assert done.returncode == 0, done.stderr
+    assert "warning 22.4 epochs over 4k tokens: past 16 they are waste" in done.stdout
+    assert "warning the learning rate decays until step 900, but the run ends at 700" in done.stdout
+    assert "final loss" not in done.stdout  # no law for a vocabulary of 64
+
+
+# divergence
+
+
+DIVERGING = ["--learning_rate=3e3", "--max_iters=60", "--save_interval=2", "--eval_interval=60"]
+
+
+def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(tiny_run, tmp_path):
+    done = tiny_run(*DIVERGING)
+    assert_refused(done, "the last good checkpoint is")
+    assert "--on_spike=rollback" in done.stderr
+    newest = max((tmp_path / "out").glob("ckpt-*.pt"))
+    assert str(newest.name) in done.stderr
+    assert_sound(newest)
+    assert max(read_metrics(tmp_path / "out", "step", "loss")) < 59
+
+
+def test_all_processes_stop_when_a_run_diverges(tiny_run, tmp_path):
+    done = tiny_run(*DIVERGING, processes=2)
+    assert done.returncode != 0
+    assert done.stderr.count("the last good checkpoint is") == 1
+
+
+def test_rolling_back_in_vain_ends(tiny_run, tmp_path):
+    done = tiny_run(*DIVERGING, "--on_spike=rollback")
+    assert_refused(done, "failed 3 times")
+    assert done.stdout.count("rolled back") == 3
+
+
+def test_skipping_in_vain_ends_with_sound_weights(tiny_run, tmp_path):
+    done = tiny_run(*DIVERGING, "--on_spike=skip")
+    assert_refused(done, "updates in a row had to be skipped")
+    assert_sound(max((tmp_path / "out").glob("ckpt-*.pt")))
+
+
+def test_divergence_that_no_line_has_told_is_not_saved_either(tiny_run, tmp_path):
+    quiet = ["--log_interval=1000", "--save_interval=1000"]
+    assert_refused(tiny_run(*DIVERGING, *quiet), "there is no checkpoint yet")
+    assert not list((tmp_path / "out").glob("*.pt"))
+
+
+POISONED = range(300, 310)  # sequences, and with one to a step steps as well
+POISON = ["--batch_size=1", "--gradient_accumulation_steps=1", "--max_iters=340"]
+POISON += ["--save_interval=32", "--eval_interval=340", "--eval_iters=8"]
+
+
+@pytest.fixture(scope="module")
+def poisoned_dataset(tmp_path_factory) -> Path:
+    """Tokens that count, easy to learn, but for some sequences of noise that come in a row."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    for split, count in (("train", 8000), ("val", 600)):
+        (np.arange(count) % 64).astype(np.uint16).tofile(folder / f"{split}.bin")
+    bins, _ = open_bins(folder, block_size=16, vocab_size=64)
+    device = describe_device("cpu")
+    torch.use_deterministic_algorithms(False)
+    sequences = TrainSequences(bins, 16, 64, device, sequences_per_step=1, seed=1337)
+    tokens = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r+")
+    random = np.random.default_rng(5)
+    for sequence in POISONED:
+        start = sequences.start_of(sequence)
+        tokens[start : start + 16] = random.integers(0, 64, 16)
+    tokens.flush()
+    return folder
+
+
+def test_a_run_rolls_back_and_goes_on_past_the_data_that_led_astray(
+    tiny_run, poisoned_dataset, tmp_path
+):
+    flags = [f"--dataset={poisoned_dataset}", *POISON]
+    rolled, by_hand = tmp_path / "rolled", tmp_path / "by_hand"
+    done = tiny_run(*flags, "--on_spike=rollback", out_dir=rolled)
+    assert done.returncode == 0, done.stderr
+    saved = torch.load(rolled / "ckpt-00000340.pt", weights_only=True)
+    left_out = sum(steps for _, steps in saved["rollbacks"])
+    assert {step for step, _ in saved["rollbacks"]} == {288}
+    assert 288 + left_out == POISONED.stop
+
+    # The same by hand: stop, tell the checkpoint where to go on, resume.
+    assert_refused(tiny_run(*flags, out_dir=by_hand), "ckpt-00000288.pt")
+    good = torch.load(by_hand / "ckpt-00000288.pt", weights_only=True)
+    good["rollbacks"] = [(288, left_out)]
+    torch.save(good, by_hand / "ckpt-00000288.pt")
+    assert tiny_run(*flags, out_dir=by_hand).returncode == 0
+    losses = read_metrics(rolled, "step", "loss")
+    assert losses == read_metrics(by_hand, "step", "loss")
+    assert max(losses[step] for step in range(288, 340)) < 1
+
+
+def test_spikes_are_skipped_on_the_way(tiny_run, poisoned_dataset, tmp_path):
+    flags = [f"--dataset={poisoned_dataset}", *POISON, "--on_spike=skip"]
+    done = tiny_run(*flags)
+    assert done.returncode == 0, done.stderr
+    skipped = read_metrics(tmp_path / "out", "event", "name")
+    assert set(POISONED) & {step - 1 for step, name in skipped.items() if name == "spikes skipped"}
+    losses = read_metrics(tmp_path / "out", "step", "loss")
+    assert max(losses[step] for step in POISONED) > 3
+    assert losses[339] < 1
+
+
+# a run in hours
+
+
+HOURS = ["--hours=0.0005", "--warmup_iters=20", "--save_interval=1", "--keep_checkpoints=100000"]
+HOURS += ["--eval_interval=100000"]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_run_in_hours_is_the_run_of_the_steps_it_fixes(tiny_run, tmp_path, schedule):
+    timed, counted = tmp_path / "timed", tmp_path / "counted"
+    flags = [*HOURS, f"--lr_schedule={schedule}"]
+    done = tiny_run(*flags, out_dir=timed)
+    assert done.returncode == 0, done.stderr
+    steps = fixed_length(timed)
+    assert max(read_metrics(timed, "step", "loss")) == steps - 1
+    flags = [flag for flag in flags if not flag.startswith("--hours")]
+    assert tiny_run(*flags, f"--max_iters={steps}", out_dir=counted).returncode == 0
+    for value in ("loss", "lr"):
+        assert read_metrics(timed, "step", value) == read_metrics(counted, "step", value)
+
+
+def test_a_run_in_hours_keeps_its_length_when_resumed(tiny_run, tmp_path):
+    out = tmp_path / "out"
+    assert tiny_run(*HOURS).returncode == 0
+    steps, losses = fixed_length(out), read_metrics(out, "step", "loss")
+    for path in (out / f"ckpt-{steps:08d}.pt", out / "ckpt-best.pt"):
+        path.unlink()
+    resumed = tiny_run(*HOURS)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"run     {steps} steps" in resumed.stdout
+    assert "schedule was changed" not in resumed.stdout
+    assert read_metrics(out, "step", "loss") == losses
+    assert f"the run is complete at step {steps}" in tiny_run(*HOURS).stdout
+    assert_refused(tiny_run(*HOURS, "--hours=7"), "hours = 0.0005 (now 7.0)")
+    # Killed before its speed was known, it measures again.
+    for path in out.glob("ckpt-*.pt"):
+        if path.name > "ckpt-00000005.pt":
+            path.unlink()
+    again = tiny_run(*HOURS)
+    assert "step 5  resumed" in again.stdout and "length fixed" in again.stdout, again.stderr
+
+
+def test_all_processes_agree_on_the_length_of_a_run_in_hours(tiny_run, tmp_path):
+    done = tiny_run(*HOURS, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert max(read_metrics(tmp_path / "out", "step", "loss")) == fixed_length(tmp_path / "out") - 1
+
+
 @pytest.fixture(scope="module")
 def finished_run(tiny_dataset, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "out"
@@ -351,6 +513,18 @@ def crash_after(step: int, tiny_run, flags: list[str], out: Path, processes: int
 def curve(out: Path) -> list[float]:
     steps, evaluations = read_metrics(out, "step", "loss"), read_metrics(out, "eval", "val_loss")
     return [value for _, value in sorted(steps.items()) + sorted(evaluations.items())]
+
+
+def fixed_length(out: Path) -> int:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    fixed = [json.loads(line) for line in lines if '"length fixed"' in line]
+    assert len(fixed) == 1
+    return fixed[0]["max_iters"]
+
+
+def assert_sound(path: Path) -> None:
+    model = torch.load(path, weights_only=True)["model"]
+    assert all(tensor.isfinite().all() for tensor in model.values())
 
 
 def weights(out: Path) -> dict[str, list[float]]:

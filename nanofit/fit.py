@@ -1,0 +1,323 @@
+"""The fit of a run: micro-batch sizes that survive on this machine, forecast and then proven."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from model import GPTConfig
+from nanofit.cache import keep, recall
+from nanofit.config import RunConfig, TrainConfig
+from nanofit.device import Device
+from nanofit.dist import Ranks
+from nanofit.memory import LIBRARY_BYTES, Curve, Setup, memory_curve
+from nanofit.search import Found, find_largest, sizes_for
+from nanofit.stages import StagePlan
+from nanofit.terminal import InputError, parse_size
+from nanofit.trial import TrialResult, run_trial
+
+MIB = 2**20
+LEAST_RESERVE_BYTES, RESERVE_SHARE = 128 * MIB, 0.05
+FREE_CLASS_BYTES = 256 * MIB  # free memory that differs by less does not change a fit
+MOST_LOGITS = 2**31  # more in one tensor is an illegal access rather than an out-of-memory
+GOOD_AS_FASTEST = 0.98  # of the best measured speed
+CLIFF = 0.5  # of the speed of a smaller micro-batch: memory has spilled to the host
+
+
+@dataclass(frozen=True)
+class Savers:
+    """What trades time for memory: in the eager stage, in the compiled one, in the optimiser."""
+
+    recompute: str = "off"
+    activation_memory_budget: float = 1.0
+    optimizer_bits: int = 32
+
+
+# From cheap to dear. Budgets below 0.1 are a trap: so much is computed again that it piles up.
+LADDER = (
+    Savers(),
+    Savers("selective", 0.7),
+    Savers("alternate", 0.5),
+    Savers("block", 0.1),
+    Savers("block", 0.1, optimizer_bits=8),
+)
+
+
+@dataclass(frozen=True)
+class StageFit:
+    """The micro-batch of one stage; what was not measured is None."""
+
+    size: int
+    peak_bytes: int | None = None
+    tokens_per_s: float | None = None
+    trials: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was found to fit, before the run."""
+
+    eager: StageFit
+    compiled: StageFit | None
+    savers: Savers = Savers()
+    limit_bytes: int | None = None
+    seconds: float = 0.0
+    is_remembered: bool = False
+
+    def plan(self, compile_after: int | None) -> StagePlan:
+        """The stages of a run that fits like this."""
+        return StagePlan(
+            self.eager.size,
+            (self.compiled or self.eager).size,
+            compile_after,
+            self.savers.recompute,
+            self.savers.activation_memory_budget,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def told(self) -> dict[str, Any]:
+        """For the log: what was chosen."""
+        sizes = {"micro_batch": self.eager.size}
+        if self.compiled:
+            sizes["compiled_micro_batch"] = self.compiled.size
+        if self.limit_bytes is not None:
+            sizes["limit_mib"] = round(self.limit_bytes / MIB)
+        return sizes if self.savers == Savers() else {**sizes, "savers": _told(self.savers)}
+
+    def lines(self, sequences: int) -> Iterator[str]:
+        """What, why, how sure; nothing about a micro-batch that was simply given."""
+        if self.limit_bytes is None:
+            return
+        stages = [("eager", self.eager)] + [("compiled", self.compiled)] * bool(self.compiled)
+        yield "fit     " + ", then ".join(
+            f"{stage.size} × {-(-sequences // stage.size)} {name}" for name, stage in stages
+        )
+        yield f"why     {self._savers_text()}" + "; ".join(
+            f"{name} needs {stage.peak_bytes / MIB:,.0f} of {self.limit_bytes / MIB:,.0f} MiB, "
+            f"{stage.why}"
+            for name, stage in stages
+        )
+        trials = sum(stage.trials for _, stage in stages)
+        source = "remembered from" if self.is_remembered else "survived"
+        yield f"sure    {source} {trials} trials of two real steps, {self.seconds:.0f} s"
+
+    def _savers_text(self) -> str:
+        return "" if self.savers == Savers() else f"with {_told(self.savers)}: "
+
+
+def find_fit(
+    shape: GPTConfig,
+    learn: TrainConfig,
+    run: RunConfig,
+    device: Device,
+    ranks: Ranks,
+) -> Fit:
+    """The micro-batches of a run; all processes get the smallest that any of them found."""
+    share = learn.sequences_per_step // ranks.world
+    given = Savers(run.recompute, run.activation_memory_budget, run.optimizer_bits)
+    is_bounded = device.type == "cuda" or run.memory_limit is not None
+    if run.eval_only or not (run.autofit and is_bounded):
+        size = StageFit(min(learn.batch_size, share))
+        return Fit(size, size if run.compile else None, given)
+    fitter = _Fitter(shape, learn, run, device, share, ranks.say)
+    with ranks.all_or_none():
+        fit = fitter.fit(given)
+    return replace(
+        fit,
+        eager=replace(fit.eager, size=ranks.least(fit.eager.size)),
+        compiled=fit.compiled and replace(fit.compiled, size=ranks.least(fit.compiled.size)),
+    )
+
+
+def usable_bytes(free_bytes: int, run: RunConfig) -> int:
+    """What a run may use of what is free: some is left for others, and for the unforeseen."""
+    if run.memory_reserve is not None:
+        reserve = parse_size(run.memory_reserve)
+    else:
+        reserve = int(RESERVE_SHARE * free_bytes) + LEAST_RESERVE_BYTES
+    return free_bytes - reserve
+
+
+class _Fitter:
+    """Finds the fit of one process."""
+
+    def __init__(
+        self,
+        shape: GPTConfig,
+        learn: TrainConfig,
+        run: RunConfig,
+        device: Device,
+        share: int,
+        say: Callable[[str], None],
+    ):
+        self._shape, self._learn, self._run = shape, learn, run
+        self._device, self._share, self._say = device, share, say
+        self._setup = Setup(shape, dtype=device.precision, loss=run.loss)
+        self._name = str(device.torch_device)
+
+    def fit(self, given: Savers) -> Fit:
+        started = time.monotonic()
+        limit_bytes, base_bytes = self._room()
+        key = self._key(given, limit_bytes)
+        if kept := recall("fit", key):
+            return _fit_from(kept)
+        fit = self._climb(given, limit_bytes, base_bytes)
+        fit = replace(fit, seconds=time.monotonic() - started)
+        keep("fit", key, asdict(fit))
+        return fit
+
+    def _room(self) -> tuple[int, int]:
+        """How much may be used, and what is used of it by no tensor of ours."""
+        look = run_trial(self._setup, 0, device=self._name, limit_bytes=None)
+        if look.reason:
+            raise InputError(f"autofit cannot use {self._name}: {look.reason}")
+        limits = [usable_bytes(look.free_bytes, self._run)] if look.free_bytes else []
+        if self._run.memory_limit is not None:
+            limits.append(parse_size(self._run.memory_limit))
+        base_bytes = look.used_bytes + (LIBRARY_BYTES if self._device.type == "cuda" else 0)
+        return min(limits), base_bytes
+
+    def _key(self, given: Savers, limit_bytes: int) -> tuple:
+        run = self._run
+        return (
+            self._setup,
+            given,
+            self._share,
+            self._learn.batch_size if run.savers == "auto" else None,
+            run.compile,
+            run.autofit_goal,
+            self._device.name,
+            self._device.driver,
+            torch.get_num_threads(),
+            limit_bytes // FREE_CLASS_BYTES if run.memory_limit is None else limit_bytes,
+        )
+
+    def _climb(self, given: Savers, limit_bytes: int, base_bytes: int) -> Fit:
+        """The cheapest savers that suffice, and what fits with them."""
+        wanted = min(self._learn.batch_size, self._share) if self._run.savers == "auto" else 1
+        rungs = [given, *(rung for rung in LADDER if _saves_more(rung, given))]
+        for rung in rungs:
+            curves = [self._curve(setup, base_bytes) for setup in self._stages(rung)]
+            is_last = rung is rungs[-1]
+            if not is_last and min(curve.largest(limit_bytes) for curve in curves) < wanted:
+                continue
+            stages = [
+                self._prove(setup, curve, limit_bytes)
+                for setup, curve in zip(self._stages(rung), curves, strict=True)
+            ]
+            if all(stage.size for stage in stages):
+                compiled = stages[1] if self._run.compile else None
+                return Fit(stages[0], compiled, rung, limit_bytes)
+        raise InputError(self._what_would_fit(curves, limit_bytes))
+
+    def _stages(self, savers: Savers) -> list[Setup]:
+        eager = replace(self._setup, **asdict(savers))
+        return [eager, replace(eager, compiled=True)] if self._run.compile else [eager]
+
+    def _curve(self, setup: Setup, base_bytes: int) -> Curve:
+        curve = memory_curve(setup)
+        return replace(curve, fixed_bytes=curve.fixed_bytes + base_bytes)
+
+    def _prove(self, setup: Setup, curve: Curve, limit_bytes: int) -> StageFit:
+        """Search by trials, from the forecast on."""
+        name = "compiled" if setup.compiled else "eager"
+        speeds: dict[int, float] = {}
+        peaks_key = setup, self._device.name, self._device.driver, torch.get_num_threads()
+        peaks = {int(size): peak for size, peak in (recall("peaks", peaks_key) or {}).items()}
+
+        def attempt(size: int) -> TrialResult:
+            self._say(f"autofit {name}: trying {size} sequences at once")
+            trial = run_trial(setup, size, device=self._name, limit_bytes=limit_bytes)
+            slower = [speed for one, speed in speeds.items() if one < size]
+            if trial.peak_bytes and slower and trial.tokens_per_s < CLIFF * max(slower):
+                trial = replace(trial, peak_bytes=None, reason="memory spilled: it was far slower")
+            if trial.peak_bytes:
+                speeds[size], peaks[size] = trial.tokens_per_s, trial.peak_bytes
+            return trial
+
+        curve = _measured_curve(peaks) or curve
+        found = find_largest(self._sizes(), curve, limit_bytes, attempt)
+        keep("peaks", peaks_key, peaks)
+        if not found.size:
+            return StageFit(0, trials=found.trial_count)
+        size = found.size
+        if self._run.autofit_goal == "fastest":
+            size = self._fastest(found, attempt, speeds)
+        return StageFit(size, peaks[size], speeds[size], found.trial_count, found.why)
+
+    def _sizes(self) -> list[int]:
+        sizes = sizes_for(self._share)
+        if self._run.loss == "full":
+            logits = self._shape.block_size * self._shape.vocab_size
+            sizes = [size for size in sizes if size * logits < MOST_LOGITS]
+        return sizes
+
+    def _fastest(self, found: Found, attempt: Callable, speeds: dict[int, float]) -> int:
+        """The smallest micro-batch as fast as any: others of half and a quarter are tried."""
+        for part in (2, 4):
+            smaller = [size for size in self._sizes() if size <= found.size // part]
+            if smaller and smaller[-1] not in speeds:
+                found.trials[smaller[-1]] = [attempt(smaller[-1])]
+        best = max(speeds.values())
+        return min(size for size, speed in speeds.items() if speed >= GOOD_AS_FASTEST * best)
+
+    def _what_would_fit(self, curves: list[Curve], limit_bytes: int) -> str:
+        needed = max(curve.at(1) for curve in curves)
+        half = replace(self._shape, block_size=max(self._shape.block_size // 2, 1))
+        narrow = replace(self._shape, n_embd=self._shape.n_embd // 2 or 1, n_head=1)
+        last = LADDER[-1]
+        options = {
+            f"--block_size={half.block_size}": half,
+            f"--n_embd={narrow.n_embd}": narrow,
+        }
+        told = []
+        for flag, shape in options.items():
+            curve = memory_curve(replace(self._setup, shape=shape, **asdict(last)))
+            told.append(f"{flag} would need {curve.at(1) / MIB:,.0f} MiB")
+        return (
+            f"not even one sequence fits: it needs about {needed / MIB:,.0f} MiB with all savers, "
+            f"{limit_bytes / MIB:,.0f} are usable; {', '.join(told)}"
+        )
+
+
+def _measured_curve(peaks: dict[int, int]) -> Curve | None:
+    """What earlier trials tell: they are a better forecast than any simulation."""
+    if len(peaks) < 2:
+        return None
+    few, many = min(peaks), max(peaks)
+    slope = (peaks[many] - peaks[few]) // (many - few)
+    return Curve(peaks[many] - many * slope, slope) if slope > 0 else None
+
+
+def _saves_more(rung: Savers, given: Savers) -> bool:
+    position = LADDER.index(given) if given in LADDER else 0
+    return LADDER.index(rung) > position
+
+
+def _told(savers: Savers) -> str:
+    parts = []
+    if savers.recompute != "off":
+        parts.append(f"recompute {savers.recompute}")
+    if savers.activation_memory_budget < 1:
+        parts.append(f"activation budget {savers.activation_memory_budget} once compiled")
+    if savers.optimizer_bits < 32:
+        parts.append(f"{savers.optimizer_bits}-bit AdamW")
+    return ", ".join(parts)
+
+
+def _fit_from(kept: dict) -> Fit:
+    compiled = kept["compiled"]
+    return Fit(
+        **{
+            **kept,
+            "eager": StageFit(**kept["eager"]),
+            "compiled": StageFit(**compiled) if compiled else None,
+            "savers": Savers(**kept["savers"]),
+            "is_remembered": True,
+        }
+    )

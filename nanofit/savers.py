@@ -1,0 +1,151 @@
+"""What can be traded for memory: the savers, what a step needs with them, and their cost in time."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+    shape_wrapper,
+)
+
+from nanofit.cache import keep, recall
+from nanofit.device import Device
+from nanofit.memory import (
+    Curve,
+    Setup,
+    _AsOnCuda,
+    _graphs,
+    _micro_batches,
+    _model,
+    memory_curve,
+    simulate,
+)
+
+RECOMPUTES = ("selective", "alternate", "block")
+BUDGETS = (0.7, 0.5, 0.1)  # never 0.0: that keeps more than 0.1 does
+
+_SEQUENCES = 2  # the share of what is computed again is the same for any number
+
+
+class Saver(NamedTuple):
+    name: str  # as it is set
+    setup: Setup  # with this saver and no other
+
+
+def savers_of(setup: Setup) -> list[Saver]:
+    """Each saver there is for the stage of a setup, the cheapest first."""
+    plain = without_savers(setup)
+    found = [("optimizer_bits", 8)]
+    if setup.compiled:
+        found += [("activation_memory_budget", budget) for budget in BUDGETS]
+    else:
+        found += [("recompute", mode) for mode in RECOMPUTES]
+    return [Saver(f"{name}={value}", replace(plain, **{name: value})) for name, value in found]
+
+
+def without_savers(setup: Setup) -> Setup:
+    return replace(setup, recompute="off", activation_memory_budget=1.0, optimizer_bits=32)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Peak memory by micro-batch: the highest of a few straight lines."""
+
+    lines: tuple[Curve, ...]
+
+    def at(self, micro_batch_size: int) -> int:
+        return max(line.at(micro_batch_size) for line in self.lines)
+
+    def largest(self, limit_bytes: float) -> int:
+        """The largest micro-batch under a limit; 0 if there is none."""
+        return min(line.largest(limit_bytes) for line in self.lines)
+
+
+def need_of(setup: Setup) -> Need:
+    """What any micro-batch needs, in both stages, with any saver.
+
+    Where blocks are computed again the peak of a large micro-batch is another than that of a small
+    one: in a block of the backward pass, not in the loss.
+    """
+    line = memory_curve(setup)
+    return Need((line,) if setup.compiled or setup.recompute == "off" else (line, _steep(setup)))
+
+
+def _steep(setup: Setup) -> Curve:
+    kept = recall("memory of many", setup)
+    if kept is None:
+        few, many = 48, 64
+        low, high = (simulate(setup, size).peak_bytes for size in (few, many))
+        slope = (high - low) // (many - few)
+        kept = low - few * slope, slope
+        keep("memory of many", setup, kept)
+    return Curve(*kept)
+
+
+def extra_time(setup: Setup) -> float:
+    """The FLOPs that the savers of a setup repeat, as a share of a step's without savers.
+
+    Counted are matrix products and attention. What is limited by memory's speed, as norms and GELU
+    are, comes on top of it.
+    """
+    return step_flops(setup) / step_flops(without_savers(setup)) - 1
+
+
+def step_flops(setup: Setup) -> int:
+    """FLOPs of products and attention for two sequences, forward and backward."""
+    setup = replace(setup, optimizer_bits=32)  # counts for nothing here
+    kept = recall("flops", setup)
+    if kept is None:
+        kept = _compiled_flops(setup) if setup.compiled else _eager_flops(setup)
+        keep("flops", setup, kept)
+    return kept
+
+
+def _eager_flops(setup: Setup) -> int:
+    device = _simulated(setup)
+    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
+    with FakeTensorMode(), _AsOnCuda():
+        model, batch = _model(setup), next(_micro_batches(setup.shape, _SEQUENCES))
+        with counter:
+            with device.autocast():
+                loss = model(batch.idx, batch.targets)
+            loss.backward()
+    return counter.get_total_flops()
+
+
+def _compiled_flops(setup: Setup) -> int:
+    forward, backward, _ = _graphs(setup, _SEQUENCES, _simulated(setup))
+    return sum(_flops(node) for graph in (forward, backward) for node in graph.nodes)
+
+
+def _flops(node: fx.Node) -> int:
+    formula = _FORMULAS.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    return formula(*args, **kwargs, out_val=node.meta["val"])
+
+
+def _attention_flops(q, k, v, *_, **__) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _attention_backward_flops(d_out, q, k, v, *_, **__) -> int:
+    return sdpa_backward_flop_count(d_out, q, k, v)
+
+
+_ATTENTION = {  # on the CPU; torch has formulas for attention on CUDA alone
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+_FORMULAS = flop_registry | {op: shape_wrapper(formula) for op, formula in _ATTENTION.items()}
+
+
+def _simulated(setup: Setup) -> Device:
+    return Device(torch.device("cpu"), "simulated", getattr(torch, setup.dtype), None, None)

@@ -1,0 +1,151 @@
+"""A trial: the real training step in a child process, to see whether it survives.
+
+Whatever happens there, out of memory, a crash of the driver, a kill or a hang, is an answer; it
+reaches neither the weights nor the memory of the run. The child is `python -m nanofit.trial`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model import GPT, GPTConfig
+from nanofit.cache import cache_folder
+from nanofit.compiler import compile_in_place
+from nanofit.config import TrainConfig
+from nanofit.device import Device, describe_device, is_out_of_memory
+from nanofit.dist import Ranks
+from nanofit.loader import MicroBatch
+from nanofit.memory import Setup
+from nanofit.optim import build_optimizer
+from nanofit.step import evaluate, train_step
+from nanofit.terminal import first_line
+
+TIMEOUT_S = 900.0  # to compile a large model takes minutes
+_PROJECT = Path(__file__).resolve().parent.parent
+_OF_THE_RUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What a trial told; without a peak it did not survive, for the reason given."""
+
+    peak_bytes: int | None = None
+    free_bytes: int | None = None  # before it began
+    used_bytes: int = 0  # without any tensor
+    retries: int = 0
+    tokens_per_s: float = 0.0
+    reason: str = ""
+
+
+def run_trial(
+    setup: Setup,
+    micro_batch_size: int,
+    *,
+    device: str,
+    limit_bytes: int | None,
+    timeout_s: float = TIMEOUT_S,
+) -> TrialResult:
+    """Two steps of two micro-batches and an evaluation, in a child; size 0 only looks around."""
+    order = {
+        "setup": asdict(setup),
+        "micro_batch_size": micro_batch_size,
+        "device": device,
+        "limit_bytes": limit_bytes,
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "nanofit.trial", json.dumps(order)],
+            cwd=_PROJECT,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return TrialResult(reason=f"no answer within {timeout_s:.0f} s")
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
+        return TrialResult(**json.loads(lines[-1]))
+    if done.returncode < 0:
+        return TrialResult(reason=f"killed by signal {-done.returncode}")
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return TrialResult(reason=said[-1].strip() if said else f"exit code {done.returncode}")
+
+
+def share_compile_cache() -> None:
+    """Keep what is compiled, so that a run finds what its trial compiled, and its resume too."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OF_THE_RUN}
+
+
+def _child(order: dict[str, Any]) -> TrialResult:
+    setup = Setup(**{**order["setup"], "shape": GPTConfig(**order["setup"]["shape"])})
+    device = describe_device(order["device"], setup.dtype)
+    memory = device.memory()
+    before = TrialResult(free_bytes=memory.free_bytes(), used_bytes=memory.used_bytes())
+    if not order["micro_batch_size"]:
+        return before
+    if order["limit_bytes"]:
+        memory.limit(order["limit_bytes"])
+    try:
+        tokens_per_s = _train(setup, order["micro_batch_size"], device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return replace(before, reason=f"out of memory: {first_line(error)}")
+    return replace(
+        before,
+        peak_bytes=memory.peak_bytes(),
+        retries=memory.retries(),
+        tokens_per_s=tokens_per_s,
+    )
+
+
+def _train(setup: Setup, size: int, device: Device) -> float:
+    """Do what a run does; return the speed of the second step."""
+    model = GPT(setup.shape, loss=setup.loss, recompute=setup.recompute).to(device.torch_device)
+    optimizer = build_optimizer(model, TrainConfig(), bits=setup.optimizer_bits)
+    scaler = device.grad_scaler()
+    if setup.compiled:
+        compile_in_place(model, setup.activation_memory_budget)
+    for _ in range(2):
+        device.wait()
+        started = time.monotonic()
+        train_step(
+            model,
+            optimizer,
+            scaler,
+            _micro_batches(setup.shape, size, device),
+            device=device,
+            ranks=Ranks(),
+            lr=1e-5,
+            grad_clip=1.0,
+            seed=0,
+        )
+        device.wait()
+        seconds = time.monotonic() - started
+    evaluate(model, _micro_batches(setup.shape, size, device), device=device, ranks=Ranks())
+    return 2 * size * setup.shape.block_size / seconds
+
+
+def _micro_batches(shape: GPTConfig, size: int, device: Device) -> Iterator[MicroBatch]:
+    for _ in range(2):
+        rows = torch.randint(shape.vocab_size, (size, shape.block_size + 1))
+        tokens = device.send(device.stage(rows))
+        yield MicroBatch(tokens[:, :-1].clamp(min=0), tokens[:, 1:], 0.5)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_child(json.loads(sys.argv[1])))))

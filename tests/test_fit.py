@@ -1,0 +1,86 @@
+"""The fit of a run, found and proven under real memory limits, against trying every size."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from model import GPTConfig
+from nanofit.config import RunConfig, TrainConfig
+from nanofit.device import describe_device
+from nanofit.dist import Ranks
+from nanofit.fit import Savers, find_fit, usable_bytes
+from nanofit.memory import Setup, memory_curve
+from nanofit.search import sizes_for
+from nanofit.terminal import InputError
+from nanofit.trial import run_trial
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+
+SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=128, vocab_size=2048)
+LEARN = TrainConfig(batch_size=8, gradient_accumulation_steps=12)
+RUN = RunConfig(device="cpu", compile=False)
+DEVICE = describe_device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_fit_is_the_largest_divisor_that_survives(capsys):
+    setup = Setup(SHAPE, dtype="float32")
+    peak = run_trial(setup, 16, device="cpu", limit_bytes=10**9).peak_bytes
+    limit = peak + 30 * 10**6
+    fit = find(memory_limit=str(limit))
+    assert capsys.readouterr().out.count("trying") == fit.eager.trials
+    surviving = [
+        size
+        for size in sizes_for(96)
+        if run_trial(setup, size, device="cpu", limit_bytes=limit).peak_bytes
+    ]
+    assert fit.eager.size == max(surviving)
+    assert fit.eager.peak_bytes <= limit
+    assert fit.compiled is None
+    assert len(list(fit.lines(96))) == 3
+
+    again = find(memory_limit=str(limit))
+    assert again.is_remembered
+    assert (again.eager, again.savers) == (fit.eager, fit.savers)
+    assert "trying" not in capsys.readouterr().out
+
+
+def test_without_autofit_the_configured_numbers_are_taken():
+    for run in (replace(RUN, autofit=False, memory_limit="1MB"), RUN):
+        fit = find_fit(SHAPE, LEARN, run, DEVICE, Ranks())
+        assert fit.eager.size == 8
+        assert list(fit.lines(96)) == []
+
+
+def test_savers_are_climbed_only_as_far_as_needed():
+    """So little is usable that one sequence needs a saver, but not the dearest."""
+    shape = replace(SHAPE, n_layer=8, block_size=2048)
+    plain, selective, block = (
+        memory_curve(Setup(shape, dtype="float32", recompute=recompute)).at(1)
+        for recompute in ("off", "selective", "block")
+    )
+    base = run_trial(Setup(shape, dtype="float32"), 0, device="cpu", limit_bytes=None).used_bytes
+    assert block < selective < plain
+    limit = base + (plain + selective) // 2
+    fit = find(shape=shape, memory_limit=str(limit))
+    assert fit.savers in (Savers("selective", 0.7), Savers("alternate", 0.5))
+    assert fit.eager.size >= 1
+
+
+def test_nothing_fits_and_the_error_says_what_would():
+    with pytest.raises(InputError, match=r"--block_size=64 would need [\d,]+ MiB"):
+        find(memory_limit="100MB")
+
+
+def test_reserve_is_five_percent_and_a_little_or_as_told():
+    assert usable_bytes(10 * 2**30, RUN) == 10 * 2**30 - 512 * 2**20 - 128 * 2**20
+    assert usable_bytes(10**9, replace(RUN, memory_reserve="100MB")) == 9 * 10**8
+
+
+def find(*, shape=SHAPE, **settings):
+    return find_fit(shape, LEARN, replace(RUN, **settings), DEVICE, Ranks())

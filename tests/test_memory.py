@@ -1,0 +1,218 @@
+"""The simulator against published figures, torch's own tracker and real allocations."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from simulations import (
+    GPT2_77M,
+    GPT2_124M,
+    TINY,
+    nanogpts_way,
+    passes_begun,
+    peak_index,
+    simulate,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from model import GPT, GPTConfig
+from nanofit.allocator import OutOfMemory
+from nanofit.config import TrainConfig
+from nanofit.device import Device
+from nanofit.dist import Ranks
+from nanofit.loader import MicroBatch
+from nanofit.memory import CUDA_CONTEXT_BYTES, Curve, Setup, memory_curve
+from nanofit.optim import build_optimizer
+from nanofit.step import train_step
+
+GIB, MIB = 2**30, 2**20
+SMALL = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=5000)
+LOGITS_BYTES = 16 * 1024 * 50304 * 2
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("way", "low_gib", "high_gib"),
+    [
+        ((nanogpts_way, {}), (0.99 * 15.90, 0.99 * 17.98), (1.01 * 15.90, 1.01 * 17.98)),
+        (
+            (nanogpts_way, {"compiled": True}),
+            (0.95 * 9.76, 0.95 * 11.84),
+            (1.05 * 9.76, 1.05 * 11.84),
+        ),
+        (
+            (Setup, {"compiled": True, "loss": "full"}),
+            (0.95 * 6.75, 0.95 * 8.84),
+            (1.05 * 6.75, 1.05 * 8.84),
+        ),
+        (
+            (Setup, {"compiled": True, "loss": "full", "activation_memory_budget": 0.5}),
+            (0.95 * 5.41, 0.95 * 7.10),
+            (1.05 * 5.41, 1.05 * 7.10),
+        ),
+        ((Setup, {}), (5.5, 7.7), (5.8, 7.9)),
+        ((Setup, {"compiled": True}), (0.95 * 5.5, 0.95 * 7.7), (5.8, 7.9)),
+    ],
+    ids=[
+        "nanoGPT's way, eager",
+        "nanoGPT's way, compiled",
+        "loss only, compiled",
+        "loss only, compiled, half the activations",
+        "chunked, eager",
+        "chunked, compiled",
+    ],
+)
+@pytest.mark.parametrize("model", [0, 1], ids=["77M", "124M"])
+def test_peak_of_16_sequences_is_the_published_one(way, low_gib, high_gib, model):
+    make, changes = way
+    setup = make((GPT2_77M, GPT2_124M)[model], **changes)
+    assert low_gib[model] <= simulate(setup, 16).peak_bytes / GIB <= high_gib[model]
+
+
+def test_process_of_a_real_run_on_a_4070_is_as_large_as_nvidia_smi_said():
+    shape = GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=512)
+    setup = nanogpts_way(shape, dtype="float16", compiled=True)
+    reserved = simulate(setup, 16).replay(expandable_segments=False).peak_reserved_bytes
+    assert (reserved + CUDA_CONTEXT_BYTES) / MIB == pytest.approx(4464, rel=0.05)
+
+
+def test_full_logits_are_alive_at_the_peak_of_nanogpts_way_and_never_under_ours():
+    of_nanogpt = simulate(nanogpts_way(GPT2_77M, compiled=True), 16)
+    assert sum(buffer.size_bytes == LOGITS_BYTES for buffer in of_nanogpt.alive_at_peak) >= 3
+    for compiled in (False, True):
+        ours = simulate(Setup(GPT2_77M, compiled=compiled), 16)
+        assert max(event.buffer.size_bytes for event in ours.events) < LOGITS_BYTES / 4
+
+
+@pytest.mark.parametrize("loss", ["chunked", "full"])
+def test_torchs_own_memory_tracker_counts_the_same_peak(loss):
+    device = Device(torch.device("cpu"), "fake", torch.bfloat16, None, None)
+    tracker = MemTracker()
+
+    def batches():
+        for batch in _batches(SMALL, 8):
+            tracker.reset_mod_stats()
+            yield batch
+
+    with FakeTensorMode():
+        model = GPT(SMALL, loss=loss)
+        optimizer = build_optimizer(model, TrainConfig())
+        tracker.track_external(model, optimizer)
+        with tracker:
+            _two_steps(model, optimizer, device, batches)
+    tracked = max(one["Total"] for one in tracker.get_tracker_snapshot("peak").values())
+    assert simulate(Setup(SMALL, loss=loss), 8).peak_bytes == pytest.approx(tracked, rel=0.005)
+
+
+@pytest.mark.parametrize("loss", ["chunked", "full"])
+def test_real_model_allocates_as_much_on_a_cpu(loss):
+    device = Device(torch.device("cpu"), "CPU", torch.float32, None, None)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        model = GPT(SMALL, loss=loss)
+        optimizer = build_optimizer(model, TrainConfig())
+        _two_steps(model, optimizer, device, lambda: _batches(SMALL, 8))
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    allocated = measured = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        measured = max(measured, allocated)
+    simulated = simulate(Setup(SMALL, loss=loss, dtype="float32"), 8).peak_bytes
+    assert simulated == pytest.approx(measured, rel=0.05)
+
+
+def _two_steps(model, optimizer, device, batches) -> None:
+    for _ in range(2):
+        arguments = dict(device=device, ranks=Ranks(), lr=1e-3, grad_clip=1.0, seed=0)
+        train_step(model, optimizer, device.grad_scaler(), batches(), **arguments)
+
+
+def _batches(shape, size):
+    for _ in range(2):
+        tokens = torch.zeros(size, shape.block_size + 1, dtype=torch.int64)
+        yield MicroBatch(tokens[:, :-1], tokens[:, 1:], 0.5)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("loss", ["chunked", "full"])
+def test_peak_is_a_straight_line_over_the_micro_batch(compiled, loss):
+    setup = Setup(TINY, compiled=compiled, loss=loss)
+    curve = memory_curve(setup)
+    for size in (3, 17, 40):
+        assert curve.at(size) == pytest.approx(simulate(setup, size).peak_bytes, rel=0.01)
+
+
+def test_largest_micro_batch_is_the_last_one_under_the_limit():
+    curve = Curve(fixed_bytes=1000, bytes_per_sequence=70)
+    for limit in (999, 1000, 1069, 1070, 1500):
+        fitting = [size for size in range(1, 100) if curve.at(size) <= limit]
+        assert curve.largest(limit) == max(fitting, default=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_peak_comes_in_the_second_pass_of_the_second_step(compiled):
+    simulation = simulate(Setup(GPT2_77M, compiled=compiled), 16)
+    assert passes_begun(simulation, peak_index(simulation)) == 4
+
+
+def test_one_backward_alone_misses_gradients_and_optimiser_state():
+    simulation = simulate(Setup(GPT2_77M), 16)
+    with FakeTensorMode():
+        parameters = GPT(GPT2_77M).num_params()
+    begun = [index for index in range(1, len(simulation.events)) if _begins(simulation, index)]
+    first_pass = list(simulation.allocated())[: begun[1]]
+    missed = simulation.peak_bytes - max(first_pass)
+    assert missed == pytest.approx(12 * parameters, rel=0.01)
+
+
+def _begins(simulation, index: int) -> bool:
+    before, now = (simulation.events[one].phase for one in (index - 1, index))
+    return now == "forward" != before
+
+
+def test_float16_needs_what_bfloat16_needs_and_a_loss_scale():
+    half, brain = (simulate(Setup(TINY, dtype=dtype), 4) for dtype in ("float16", "bfloat16"))
+    assert 0 <= half.peak_bytes - brain.peak_bytes <= 4 * 512
+
+
+@pytest.mark.parametrize("saver", ["selective", "alternate", "block"])
+def test_recompute_keeps_less(saver):
+    kept = simulate(Setup(SMALL), 8).components_at_peak()["activations"]
+    assert simulate(Setup(SMALL, recompute=saver), 8).components_at_peak()["activations"] < kept
+
+
+def test_8bit_moments_take_a_quarter():
+    wide = Setup(SMALL)
+    state = simulate(wide, 2).components_at_peak()["optimiser state"]
+    saved = memory_curve(wide).at(2) - memory_curve(replace(wide, optimizer_bits=8)).at(2)
+    assert saved == pytest.approx(0.75 * state, rel=0.03)
+
+
+def test_components_add_up_to_the_peak():
+    simulation = simulate(Setup(TINY), 4)
+    assert simulation.components_at_peak().total() == simulation.peak_bytes
+    sizes = [buffer.size_bytes for buffer in simulation.alive_at_peak]
+    assert sum(sizes) == simulation.peak_bytes
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_step_lives_under_its_own_peak_and_dies_under_less(expandable):
+    simulation = simulate(Setup(SMALL), 8)
+    reserved = simulation.replay(expandable_segments=expandable).peak_reserved_bytes
+    assert reserved >= simulation.peak_bytes
+    simulation.replay(limit_bytes=reserved, expandable_segments=expandable)
+    with pytest.raises(OutOfMemory) as death:
+        simulation.replay(limit_bytes=simulation.peak_bytes - 1, expandable_segments=expandable)
+    assert death.value.allocated_bytes + death.value.requested_bytes > 0.9 * simulation.peak_bytes
+
+
+def test_memory_curve_is_recalled_in_another_process(tmp_path):
+    curve = memory_curve(Setup(TINY))
+    files = list((tmp_path / "nanofit" / "memory").iterdir())
+    files[0].write_text("[5, 7]")  # whoever reads this does not simulate
+    assert memory_curve(Setup(TINY)) == Curve(5, 7) != curve

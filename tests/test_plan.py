@@ -1,0 +1,234 @@
+"""The planner as its user runs it: exact counts, the worked example, and clear refusals."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import PROJECT, TINY_MODEL
+
+import plan
+from model import GPT
+from nanofit.config import load_config
+from nanofit.terminal import InputError
+
+ONE_SHARD = str(PROJECT / "config" / "train_fineweb_4070_one_shard.py")
+GPT2 = str(PROJECT / "config" / "train_gpt2_124m.py")
+ON_4070 = ["--gpu", "RTX 4070"]
+
+
+@pytest.fixture
+def planned(capsys):
+    """What plan.py tells programs."""
+
+    def run(*words: str) -> dict:
+        plan.main([*words, "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def printed(capsys):
+    """What plan.py shows a person whose output goes to a file."""
+
+    def run(*words: str) -> str:
+        plan.main(list(words))
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory):
+    """A parquet whose texts no one could count in time; only their counts are there."""
+    path = tmp_path_factory.mktemp("shard") / "000.parquet"
+    counts = np.arange(1, 1001)
+    table = pa.table({"text": [""] * 1000, "token_count": counts})
+    pq.write_table(table, path)
+    return path
+
+
+def test_the_worked_example_is_shown_as_asked_and_its_better_number(planned):
+    told = planned(ONE_SHARD, *ON_4070, "--unique_tokens=0.72B")
+    asked, instead = told["asked"], told["instead"]
+    assert asked["steps"] == 250_000
+    assert asked["tokens"] == 250_000 * 491_520
+    assert asked["epochs"] == pytest.approx(250_000 * 491_520 / 0.72e9)
+    assert asked["epochs"] > 100 and asked["seconds"] > 7 * 86400
+    assert "waste" in told["warnings"][0]
+    assert instead["epochs"] == pytest.approx(4, rel=1e-3)
+    assert instead["steps"] == round(4 * 0.72e9 / 491_520)
+    one, four, sixteen, last = (row["loss"] for row in told["milestones"])
+    assert one > four > sixteen > last
+    assert four - last < 0.3
+
+
+def test_the_command_to_paste_gives_the_better_run(planned):
+    told = planned(ONE_SHARD, *ON_4070, "--unique_tokens=0.72B", "--max_iters=250001")
+    python, script, *words = told["instead"]["command"].split()
+    assert (python, script) == ("python", "train.py")
+    _, learn, _ = load_config(words)
+    assert learn.max_iters == learn.decay_end == told["instead"]["steps"]
+    assert learn.warmup_iters <= learn.max_iters / 10
+    assert learn.weight_decay == pytest.approx(0.57 * 64_041_472 / 0.72e9, abs=1e-3)
+    again = planned(*words, *ON_4070, "--unique_tokens=0.72B")
+    assert again["warnings"] == []
+    assert load_config(again["instead"]["command"].split()[2:])[1] == learn
+
+
+def test_parameters_are_counted_on_the_model(planned):
+    asked = planned(ONE_SHARD, *ON_4070)["asked"]
+    shape, _, _ = load_config([ONE_SHARD])
+    weights = GPT(shape).state_dict()
+    del weights["lm_head.weight"]  # the embedding once more
+    assert asked["parameters"] == sum(tensor.numel() for tensor in weights.values())
+    embeddings = ("transformer.wte.weight", "transformer.wpe.weight")
+    inner = sum(tensor.numel() for name, tensor in weights.items() if name not in embeddings)
+    assert asked["non_embedding_parameters"] == inner
+
+
+def test_a_budget_of_hours_is_spent_and_not_more(planned):
+    told = planned(GPT2, *ON_4070, "--hours", "24")
+    step_s = told["asked"]["tokens_per_step"] / told["speed"]["tokens_per_s"]
+    assert 24 * 3600 - step_s < told["asked"]["seconds"] <= 24 * 3600
+    for data in ([], ["--unique_tokens=0.1B"]):  # however many epochs that may be
+        told = planned(ONE_SHARD, *ON_4070, "--hours", "24", *data)
+        _, learn, _ = load_config(told["asked"]["command"].split()[2:])
+        assert learn.max_iters == learn.decay_end == told["asked"]["steps"]
+
+
+def test_hours_of_a_config_are_a_budget_as_well(planned, tmp_path):
+    config = tmp_path / "short.py"
+    config.write_text("hours = 2\n")
+    told = planned(str(config), *ON_4070)
+    assert told["asked"] == planned(*ON_4070, "--hours=2")["asked"] | {
+        "command": told["asked"]["command"]
+    }
+    _, learn, _ = load_config(told["asked"]["command"].split()[2:])
+    assert (learn.hours, learn.max_iters) == (None, told["asked"]["steps"])
+
+
+def test_budgets_of_tokens_and_epochs_agree(planned):
+    data = "--unique_tokens=500M"
+    by_tokens = planned(GPT2, *ON_4070, data, "--tokens=2B")["asked"]
+    by_epochs = planned(GPT2, *ON_4070, data, "--epochs", "4")["asked"]
+    assert by_tokens == by_epochs
+    assert by_tokens["steps"] == int(2e9 / 491_520)
+
+
+def test_prepared_data_are_counted_from_their_bins(planned, tiny_dataset):
+    asked = planned(*TINY_MODEL, f"--dataset={tiny_dataset}", *ON_4070)["asked"]
+    assert asked["unique_tokens"] == (tiny_dataset / "train.bin").stat().st_size // 2
+    sizes = [path.stat().st_size for path in tiny_dataset.glob("*.bin")]
+    assert asked["bin_bytes"] == sum(sizes)
+    assert asked["epochs"] == 12 * 128 / 4000
+    assert asked["loss"] is None  # no law for a vocabulary of 64
+
+
+@pytest.mark.parametrize("given", ["shard", "dataset"])
+def test_data_not_yet_prepared_are_counted_by_their_token_counts(planned, shard, given):
+    word = f"--shard={shard}" if given == "shard" else f"--dataset={shard.parent}"
+    asked = planned(GPT2, *ON_4070, word)["asked"]
+    tokens = 1000 * 1001 // 2 + 1000  # and one end-of-text each
+    assert asked["bin_bytes"] == 2 * tokens
+    assert asked["unique_tokens"] == round(tokens * 0.99)
+    assert "token_count column of 1 parquet file, not yet prepared" in asked["data"]
+
+
+def test_without_data_the_rest_is_planned_and_the_way_out_told(printed, tmp_path):
+    told = printed(GPT2, *ON_4070, f"--dataset={tmp_path}/none")
+    assert "no data in" in told and "--unique_tokens 0.65B" in told
+    assert "epochs  " not in told.split("What it will give")[0]
+
+
+def test_a_checkpoint_takes_the_disk_that_is_told(planned, tiny_run, tiny_dataset, tmp_path):
+    flags = ["--n_embd=128", "--lr_schedule=wsd", "--keep_checkpoints=2"]
+    assert tiny_run(*flags, "--max_iters=2").returncode == 0
+    told = planned(*TINY_MODEL, *flags, f"--dataset={tiny_dataset}", *ON_4070)["asked"]
+    saved = (tmp_path / "out" / "ckpt-00000002.pt").stat().st_size
+    assert told["checkpoint_bytes_at_most"] / 5 == pytest.approx(saved, rel=0.1)
+
+
+def test_speed_here_is_measured_by_real_steps(planned, tiny_dataset, monkeypatch):
+    monkeypatch.setattr(plan, "TRIAL_S", 0.1)
+    told = planned(*TINY_MODEL, f"--dataset={tiny_dataset}")
+    assert told["speed"]["source"].startswith("measured here: CPU")
+    assert told["speed"]["tokens_per_s"] > 0
+    assert told["asked"]["kwh"] is None
+    torch.use_deterministic_algorithms(False)  # which describing the CPU switched on
+
+
+def test_sections_are_the_promised_ones_and_fit_a_log_file(printed):
+    told = printed(ONE_SHARD, *ON_4070, "--unique_tokens=0.72B")
+    titles = [line for line in told.splitlines() if line.startswith(("What ", "Where "))]
+    assert titles == [
+        "What you asked for",
+        "What it will give",
+        "What to do instead",
+        "Where the speed comes from",
+    ]
+    lines = [line for line in told.splitlines() if not line.startswith("python train.py")]
+    assert max(map(len, lines)) <= 100
+    assert "\x1b" not in told
+    assert "58.3 TFLOPS" in told and "82% on a GeForce RTX 4070" in told
+
+
+def test_a_card_without_bfloat16_is_told(planned):
+    told = planned(GPT2, "--gpu=2080 Ti", "--dtype=bfloat16")
+    assert any("no bfloat16: use --dtype=float16" in warning for warning in told["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hours", "0"], "--hours 0.0 is not a length"),
+        (["--hours=-3"], "--hours -3.0 is not a length"),
+        (["--hours=nan"], "not a length"),
+        (["--tokens=100"], "less than one step"),
+        (["--hours=1e-9"], "less than one step"),
+        (["--hours=3", "--tokens=1B"], "--hours and --tokens each set"),
+        (["--hours=3", "--max_iters=7"], "--hours and --max_iters=7 each set"),
+        (["--epochs=4", "--dataset=/nonexistent/place"], "--epochs 4 needs data: no data in"),
+        (["--gpu=RTX 4071"], "names like it are GeForce RTX 4070"),
+        (["--gpu"], "--gpu: expected one argument"),
+        (["--tokens=many"], "'many' is not a number of tokens such as 650M"),
+        (["--shard=/nonexistent/file"], "does not exist"),
+        (["--shard=a", "--unique_tokens=1B"], "give one of them"),
+        (["--max_itres=5"], "did you mean max_iters?"),
+    ],
+)
+def test_bad_input_is_refused_with_the_way_out(words, message):
+    with pytest.raises(InputError) as refused:
+        plan.main([GPT2, *ON_4070, *words])
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_bad_input_is_one_line_and_exit_code_2():
+    done = subprocess.run(
+        [sys.executable, PROJECT / "plan.py", GPT2, "--gpu", "RTX 9999"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: card 'RTX 9999'") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("650M", 650_000_000),
+        ("2.5B", 2_500_000_000),
+        (".5b", 500_000_000),
+        ("1e9", 10**9),
+        ("12k", 12_000),
+        ("1_000", 1000),
+    ],
+)
+def test_numbers_of_tokens_as_people_write_them(text, tokens):
+    assert plan._count(text) == tokens

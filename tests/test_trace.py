@@ -1,0 +1,121 @@
+"""What is followed is what is allocated, and memory can be made to run out anywhere."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PROJECT
+from simulations import TINY, simulate
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model import GPT
+from nanofit.config import TrainConfig
+from nanofit.memory import Setup
+from nanofit.optim import build_optimizer
+from nanofit.trace import MemoryBudget, MemoryTrace
+
+KIB = 1024
+
+
+def test_each_storage_is_born_once_and_dies_once():
+    with MemoryTrace() as trace:
+        a = torch.ones(256)  # 1 KiB
+        b = a.view(16, 16)[2:]  # the same storage
+        c = a + 1
+        del a
+        assert [buffer.size_bytes for buffer in trace.alive] == [KIB, KIB]
+        del b
+        assert len(trace.alive) == 1
+        c.mul_(2)
+        del c
+    assert [event.is_birth for event in trace.events] == [True, True, False, False]
+    assert not trace.alive
+
+
+def test_sizes_are_rounded_as_cuda_rounds_them():
+    with MemoryTrace() as trace:
+        tensors = [torch.ones(count, dtype=torch.uint8) for count in (1, 512, 513)]
+        assert [buffer.size_bytes for buffer in trace.alive] == [512, 512, 1024]
+    del tensors
+
+
+def test_tensors_at_the_peak_name_the_line_that_made_them():
+    simulation = simulate(Setup(TINY, loss="full"), 128)
+    lines = (PROJECT / "model.py").read_text().splitlines()
+    of_mlp = [
+        buffer.line
+        for event in simulation.events
+        if (buffer := event.buffer).shape[-1:] == (4 * TINY.n_embd,)
+        and len(buffer.shape) == 3
+        and buffer.line
+    ]
+    assert {Path(line.partition(":")[0]).name for line in of_mlp} == {"model.py"}
+    assert all("self.gelu(self.c_fc(x))" in lines[int(line.split(":")[1]) - 1] for line in of_mlp)
+    assert any(
+        event.buffer.line in of_mlp and event.phase == "backward" for event in simulation.events
+    )
+
+
+@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode], ids=["real", "fake"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimiser"])
+def test_memory_runs_out_in_the_phase_it_is_told_to(mode, phase):
+    with mode(), MemoryBudget() as budget:
+        model = GPT(TINY)
+        budget.adopt(model.parameters())
+        optimizer = build_optimizer(model, TrainConfig())
+        reached = []
+
+        def starve(now: str):
+            def hook(*_):
+                reached.append(now)
+                if now == phase:
+                    budget.limit_bytes = budget.allocated_bytes
+
+            return hook
+
+        hooks = [
+            model.register_forward_pre_hook(starve("forward")),
+            model.register_forward_hook(starve("backward")),
+            optimizer.register_step_pre_hook(starve("optimiser")),
+        ]
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            _step(model, optimizer)
+        assert reached[-1] == phase
+
+        for hook in hooks:
+            hook.remove()
+        budget.limit_bytes = float("inf")
+        optimizer.zero_grad(set_to_none=True)
+        _step(model, optimizer)  # as if nothing had happened
+
+
+def test_what_a_failed_step_leaves_is_what_was_there_before():
+    with MemoryBudget() as budget:
+        model = GPT(TINY)
+        optimizer = build_optimizer(model, TrainConfig())
+        _step(model, optimizer)
+        before, budget.limit_bytes = budget.allocated_bytes, budget.allocated_bytes + 200 * KIB
+        with pytest.raises(torch.OutOfMemoryError):
+            _step(model, optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        assert budget.allocated_bytes == before
+
+
+def test_budget_lets_exactly_its_bytes_live():
+    with MemoryBudget(2 * KIB) as budget:
+        first, second = torch.ones(256), torch.ones(256)
+        with pytest.raises(torch.OutOfMemoryError, match="1024 bytes"):
+            torch.ones(256)
+        del first
+        third = torch.ones(256)
+        assert budget.allocated_bytes == 2 * KIB
+    del second, third
+
+
+def _step(model, optimizer) -> None:
+    tokens = torch.zeros(2, TINY.block_size + 1, dtype=torch.int64)
+    for _ in range(2):
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
