@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test lint bench-train-step bench-generate bench-prepare bench-prepare-large clean
+.PHONY: help demo test lint bench-train-step bench-generate bench-memory bench-prepare bench-prepare-large clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -29,6 +29,9 @@ bench-train-step: .venv/installed  ## one training step, ours against nanoGPT's 
 
 bench-generate: .venv/installed  ## sampling with and without the key-value cache
 	$(BIN)/python bench/generate.py config/train_gpt2_124m.py
+
+bench-memory: .venv/installed  ## what fits a 12 GB card, simulated: nanoGPT's way, ours, each saver
+	$(BIN)/python bench/memory.py
 
 bench-prepare: .venv/installed-extras  ## prepare SHARD=..., ours against nanoGPT's and llm.c's ways
 	$(BIN)/python bench/prepare.py $(SHARD)

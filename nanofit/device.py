@@ -272,7 +272,13 @@ def _own(field: str) -> int:
     return int(re.search(rf"{field}:\s*(\d+) kB", status)[1]) * 1024
 
 
-_OUT_OF_MEMORY_SIGNS = ("out of memory", "allocate memory", "alloc_failed", "bad_alloc")
+_OUT_OF_MEMORY_SIGNS = (
+    "out of memory",
+    "allocate memory",  # torch's CPU allocator
+    "alloc_failed",  # cuBLAS
+    "bad_alloc",
+    "could not create a primitive",  # oneDNN, which does not say why
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -91,7 +91,7 @@ class Fit:
 
     def lines(self, sequences: int) -> Iterator[str]:
         """What, why, how sure; nothing about a micro-batch that was simply given."""
-        if self.limit_bytes is None:
+        if not self.eager.trials:
             return
         stages = [("eager", self.eager)] + [("compiled", self.compiled)] * bool(self.compiled)
         yield "fit     " + ", then ".join(
@@ -123,7 +123,8 @@ def find_fit(
     is_bounded = device.type == "cuda" or run.memory_limit is not None
     if run.eval_only or not (run.autofit and is_bounded):
         size = StageFit(min(learn.batch_size, share))
-        return Fit(size, size if run.compile else None, given)
+        limit_bytes = run.memory_limit and parse_size(run.memory_limit)
+        return Fit(size, size if run.compile else None, given, limit_bytes)
     fitter = _Fitter(shape, learn, run, device, share, ranks.say)
     with ranks.all_or_none():
         fit = fitter.fit(given)

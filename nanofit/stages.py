@@ -204,7 +204,7 @@ class Stages:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "stage": self.stage,
+            "now": self.stage,
             "micro_batch": self.size,
             "passes": -(-self._sizes[-1] // self.size),
             "peak_mib": round(self._memory.peak_bytes() / 2**20),

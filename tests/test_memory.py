@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from model import GPT, GPTConfig
-from nanofit.allocator import OutOfMemory
+from nanofit.allocator import LARGE_SEGMENT, OutOfMemory
 from nanofit.config import TrainConfig
 from nanofit.device import Device
 from nanofit.dist import Ranks
@@ -138,9 +138,8 @@ def _batches(shape, size):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("loss", ["chunked", "full"])
-def test_peak_is_a_straight_line_over_the_micro_batch(compiled, loss):
-    setup = Setup(TINY, compiled=compiled, loss=loss)
+def test_peak_is_a_straight_line_over_the_micro_batch(compiled):
+    setup = Setup(TINY, compiled=compiled)
     curve = memory_curve(setup)
     for size in (3, 17, 40):
         assert curve.at(size) == pytest.approx(simulate(setup, size).peak_bytes, rel=0.01)
@@ -206,9 +205,10 @@ def test_step_lives_under_its_own_peak_and_dies_under_less(expandable):
     reserved = simulation.replay(expandable_segments=expandable).peak_reserved_bytes
     assert reserved >= simulation.peak_bytes
     simulation.replay(limit_bytes=reserved, expandable_segments=expandable)
+    limit = simulation.peak_bytes - 1
     with pytest.raises(OutOfMemory) as death:
-        simulation.replay(limit_bytes=simulation.peak_bytes - 1, expandable_segments=expandable)
-    assert death.value.allocated_bytes + death.value.requested_bytes > 0.9 * simulation.peak_bytes
+        simulation.replay(limit_bytes=limit, expandable_segments=expandable)
+    assert 0 <= limit - death.value.reserved_bytes < LARGE_SEGMENT
 
 
 def test_memory_curve_is_recalled_in_another_process(tmp_path):

@@ -205,7 +205,7 @@ def test_compiled_stage_regrows_and_keeps_the_curve():
     assert run.sizes == [4, 4, 12, 12, 12]
     assert run.stages.stage == "compiled"
     assert losses == pytest.approx(undisturbed(5), abs=1e-5)
-    assert [event["stage"] for event in run.events] == ["compiled"]
+    assert [event["now"] for event in run.events] == ["compiled"]
     assert not any(name.startswith("_orig_mod") for name in run.model.state_dict())
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,9 +15,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import PROJECT, TINY_MODEL, read_metrics
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import train
+from nanofit.config import load_config
 from nanofit.device import describe_device
+from nanofit.dist import Ranks
 from nanofit.loader import TrainSequences, open_bins
+from nanofit.stop import watch_for_stop
 
 HALF_WAY = 7
 
@@ -482,8 +489,6 @@ def finished_run(tiny_dataset, tmp_path_factory) -> Path:
 
 def start(dataset: Path, out: Path, *flags: str, limit_file_bytes: int | None = None):
     def limit():
-        import resource
-
         if limit_file_bytes:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_file_bytes, limit_file_bytes))
@@ -496,6 +501,64 @@ def start(dataset: Path, out: Path, *flags: str, limit_file_bytes: int | None = 
         text=True,
         preexec_fn=limit,
     )
+
+
+LARGE_STEP = (  # some 400 MB of activations in one micro-batch
+    "--n_layer=4 --n_embd=128 --block_size=256 --batch_size=48 --gradient_accumulation_steps=1 "
+    "--max_iters=9 --eval_interval=100 --eval_iters=1 --autofit=False --memory_limit=4GB"
+).split()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_memory_taken_away_in_mid_run_shrinks_the_micro_batch_and_keeps_the_curve(
+    tiny_run, tiny_dataset, tmp_path
+):
+    whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
+    assert tiny_run(*LARGE_STEP, out_dir=whole).returncode == 0
+    process = start(tiny_dataset, disturbed, *LARGE_STEP)
+    wait_for(lambda: '"step": 1,' in text_of(disturbed / "metrics.jsonl"))
+    lower_limit = least_data_bytes(process.pid) + 200 * 10**6
+    resource.prlimit(process.pid, resource.RLIMIT_DATA, (lower_limit, lower_limit))
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert "reason out of memory" in stdout
+    assert curve(disturbed) == pytest.approx(curve(whole), abs=2e-6)
+
+
+def least_data_bytes(pid: int) -> int:
+    """What a process holds between two steps, in data as Linux limits them."""
+    sizes = []
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        status = Path(f"/proc/{pid}/status").read_text()
+        sizes.append(int(re.search(r"VmData:\s*(\d+)", status)[1]) * 1024)
+    return min(sizes)
+
+
+@pytest.mark.parametrize("interval", [2, 100])
+def test_update_that_runs_out_of_memory_goes_back_and_repeats_the_curve(
+    tiny_run, tiny_dataset, tmp_path, interval
+):
+    """With a checkpoint to go back to, and without one."""
+    expected, out = tmp_path / "expected", tmp_path / "out"
+    flags = [f"--eval_interval={interval}", "--max_iters=6"]
+    assert tiny_run(*flags, out_dir=expected).returncode == 0
+    words = [*TINY_MODEL, f"--dataset={tiny_dataset}", f"--out_dir={out}", *flags]
+    updates = []
+
+    def fail_once(*_):
+        updates.append(None)
+        if len(updates) == 4:
+            raise torch.OutOfMemoryError("after the weights were changed")
+
+    hook = register_optimizer_step_post_hook(fail_once)
+    try:
+        with watch_for_stop() as stop:
+            train.train(*load_config(words), Ranks(), stop)
+    finally:
+        hook.remove()
+    assert curve(out) == pytest.approx(curve(expected), abs=2e-6)
+    assert "out of memory in an update" in text_of(out / "metrics.jsonl")
 
 
 def crash_after(step: int, tiny_run, flags: list[str], out: Path, processes: int = 1) -> None:
