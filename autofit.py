@@ -19,7 +19,7 @@ from rich.console import Console
 
 from nanofit.config import load_config
 from nanofit.explain import budget_of, dtype_of, explain, show
-from nanofit.picture import save_png
+from nanofit.picture import figure_class, save_png
 from nanofit.terminal import InputError, parse_size, run_script
 
 
@@ -27,6 +27,8 @@ def main(argv: Sequence[str]) -> None:
     asked, rest = _parse(argv)
     shape, learn, run = load_config(rest)
     budget = budget_of(asked.gpu, asked.vram, run)
+    if asked.png:
+        figure_class()  # not to find out a minute later that it is missing
     with Console(stderr=True).status("") as status:
         told = explain(
             shape, learn, run, budget, dtype=dtype_of(asked.gpu, run), note=status.update

@@ -215,6 +215,7 @@ def _begin(
     ranks: Ranks,
 ) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler, Progress]:
     """Put on the device what learns, as it was when the run was last saved, or new."""
+    device.enter_thread()
     if fit.limit_bytes is not None:
         device.memory().limit(fit.limit_bytes)
     model.to(device.torch_device)

@@ -319,10 +319,12 @@ def _component_table(told: Explanation) -> Table:
 
 
 def _two_routes(told: Explanation) -> Text:
-    arithmetic, simulated = total(told.tensor_lines), told.simulation.peak_bytes
+    told_of, simulated = total(told.tensor_lines), told.simulation.peak_bytes
+    if told_of == simulated:
+        return Text(f"The tensors alone: {_mib(simulated)} MiB.")
     return Text(
-        f"The tensors alone: {_mib(arithmetic)} MiB by these formulas, {_mib(simulated)} MiB "
-        f"simulated ({arithmetic / simulated - 1:+.2%})."
+        f"The tensors alone: {_mib(told_of)} MiB by these formulas, {_mib(simulated)} MiB "
+        f"simulated ({told_of / simulated - 1:+.2%})."
     )
 
 

@@ -144,15 +144,9 @@ def _labels(columns: list[Moment]) -> str:
 
 def save_png(simulation: Simulation, limit_bytes: float | None, *, title: str, path: Path) -> None:
     """The same picture, finer."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError(
-            "--png needs matplotlib: pip install 'matplotlib>=3.10,<4', or leave --png out"
-        ) from None
     moments = _highest(second_step(simulation), _FINE_COLUMNS)
     components = _components(moments)
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = figure_class()(figsize=(11, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.stackplot(
         range(len(moments)),
@@ -179,3 +173,14 @@ def save_png(simulation: Simulation, limit_bytes: float | None, *, title: str, p
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise InputError(f"--png {path} cannot be written ({error})") from error
+
+
+def figure_class() -> type:
+    """matplotlib's Figure, if matplotlib is there."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError(
+            "--png needs matplotlib: pip install 'matplotlib>=3.10,<4', or leave --png out"
+        ) from None
+    return Figure

@@ -197,7 +197,8 @@ class Stages:
 
     def _change(self, step: int, *, size: int, reason: str, stage: str | None = None) -> None:
         self.stage, self.size = stage or self.stage, self._ranks.least(size)
-        self.evaluation_size = min(self.evaluation_size, self.size)
+        # What the trial of a stage evaluated fits; and another size would be compiled once more.
+        self.evaluation_size = self.size if stage else min(self.evaluation_size, self.size)
         self._regrow_at = None
         self._watch = _Watch(self._memory, is_timed=self._device.type == "cuda")
         self._event(step, "stage", **self._state(), reason=reason)

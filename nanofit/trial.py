@@ -93,6 +93,7 @@ def _environment() -> dict[str, str]:
 def _child(order: dict[str, Any]) -> TrialResult:
     setup = Setup(**{**order["setup"], "shape": GPTConfig(**order["setup"]["shape"])})
     device = describe_device(order["device"], setup.dtype)
+    device.enter_thread()
     memory = device.memory()
     before = TrialResult(free_bytes=memory.free_bytes(), used_bytes=memory.used_bytes())
     if not order["micro_batch_size"]:

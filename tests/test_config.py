@@ -471,7 +471,12 @@ def test_all_problems_of_files_and_flags_come_in_one_message(load):
         ("--beta2=1", "beta2 = 1.0 must be at least 0 and below 1"),
         ("--decay_fraction=0", "decay_fraction = 0.0 must be above 0 and at most 1"),
         ("--hours=0", "hours = 0.0 must be above 0"),
-        ("--on_spike=pray", "on_spike = 'pray' must be one of stop, skip, rollback"),
+        ("--optimizer_bits=16", "optimizer_bits = 16 must be 8 or 32"),
+        (
+            "--activation_memory_budget=0.0",
+            "activation_memory_budget = 0.0 must be from 0.1 to 1; near 0 so much is computed "
+            "again that it takes more memory, not less",
+        ),
         ("--eval_interval=0", "eval_interval = 0 must be at least 1"),
         ("--log_interval=0", "log_interval = 0 must be at least 1"),
         ("--save_interval=0", "save_interval = 0 must be at least 1"),

@@ -182,16 +182,17 @@ def test_sending_keeps_the_numbers():
 
 def test_cuda_card_is_described_by_its_driver(monkeypatch):
     """torch's own answers are stood in for, so that these lines run on a machine without a card."""
-    card = SimpleNamespace(name="NVIDIA GeForce RTX 4070", total_memory=12_878_610_432)
+    card = SimpleNamespace(name="NVIDIA GeForce RTX 4070", total_memory=12_878_610_432, major=8)
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     device = describe_device("auto", local_rank=1)
-    assert chosen == [1]
+    assert chosen == []  # so that the process has no context yet
+    device.enter_thread()
+    assert chosen == [torch.device("cuda", 1)]
     assert device.torch_device == torch.device("cuda", 1)
     assert (device.dtype, device.memory_bytes) == (torch.bfloat16, card.total_memory)
     assert device.peak_flops == pytest.approx(58.3e12, rel=1e-3)

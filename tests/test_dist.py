@@ -18,7 +18,16 @@ with start_ranks("gloo") as ranks:
     print([
         ranks.world, [t.tolist() for t in tensors],
         ranks.any(ranks.rank == 1), ranks.any(False), ranks.agree(7), ranks.agree(ranks.rank),
+        ranks.least(5 - ranks.rank),
     ], flush=True)
+    with ranks.all_or_none():
+        pass
+    try:
+        with ranks.all_or_none():
+            if ranks.rank == 1:
+                raise ValueError("mine")
+    except Exception as error:
+        print(f"<{type(error).__name__} {error}>", flush=True)
 """
 
 
@@ -31,8 +40,10 @@ def test_two_processes_sum_and_agree(tmp_path):
         capture_output=True,
         text=True,
     )
-    told = "[2, [[3.0, 3.0, 3.0], 1.0], True, False, True, False]"
+    told = "[2, [[3.0, 3.0, 3.0], 1.0], True, False, True, False, 4]"
     assert done.stdout.count(told) == 2, done.stdout + done.stderr  # both may be on one line
+    assert "<ValueError mine>" in done.stdout
+    assert "<OtherProcessFailed it failed in another process>" in done.stdout
 
 
 def test_world_of_one_changes_nothing():

@@ -487,15 +487,23 @@ def finished_run(tiny_dataset, tmp_path_factory) -> Path:
     return out
 
 
-def start(dataset: Path, out: Path, *flags: str, limit_file_bytes: int | None = None):
+def start(
+    dataset: Path,
+    out: Path,
+    *flags: str,
+    limit_file_bytes: int | None = None,
+    processes: int = 1,
+):
     def limit():
         if limit_file_bytes:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_file_bytes, limit_file_bytes))
 
     places = [f"--dataset={dataset}", f"--out_dir={out}"]
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+    launcher = launcher if processes > 1 else []
     return subprocess.Popen(
-        [sys.executable, PROJECT / "train.py", *TINY_MODEL, *places, *flags],
+        [sys.executable, *launcher, PROJECT / "train.py", *TINY_MODEL, *places, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -523,6 +531,31 @@ def test_memory_taken_away_in_mid_run_shrinks_the_micro_batch_and_keeps_the_curv
     assert process.returncode == 0, stderr
     assert "reason out of memory" in stdout
     assert curve(disturbed) == pytest.approx(curve(whole), abs=2e-6)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_process_that_runs_out_of_memory_takes_the_others_along(tiny_run, tiny_dataset, tmp_path):
+    whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
+    assert tiny_run(*LARGE_STEP, out_dir=whole).returncode == 0
+    process = start(tiny_dataset, disturbed, *LARGE_STEP, processes=2)
+    wait_for(lambda: '"step": 1,' in text_of(disturbed / "metrics.jsonl"))
+    pids = children_of(process.pid)
+    second = next(pid for pid in pids if environment_of(pid).get("RANK") == "1")
+    lower_limit = least_data_bytes(second) + 100 * 10**6
+    resource.prlimit(second, resource.RLIMIT_DATA, (lower_limit, lower_limit))
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert "reason out of memory" in stdout
+    assert curve(disturbed) == pytest.approx(curve(whole), abs=2e-6)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.partition("=")[::2] for entry in entries)
 
 
 def least_data_bytes(pid: int) -> int:
