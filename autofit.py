@@ -1,24 +1,31 @@
-"""Where the memory of a training step goes, on the card you have or would like to have.
+"""The largest micro-batch that fits, and where the memory of a training step goes.
 
+    python autofit.py config/train_fineweb_4070.py
     python autofit.py config/train_small_30m.py --explain --gpu "RTX 4070"
     python autofit.py config/train_small_30m.py --explain --vram 12GB --batch_size=32
     python autofit.py config/train_small_30m.py --explain --gpu "RTX 4070" --png memory.png
 
-No GPU is needed: a step is simulated, tensor by tensor. That takes a minute or two the first time;
-results are kept. Every setting of train.py can be given as well: --block_size=512.
+Without --explain the fit is found by trials on this machine, as train.py does by itself. To explain
+needs no GPU: a step is simulated, tensor by tensor, in a minute or two the first time; results are
+kept. Every setting of train.py can be given as well: --block_size=512.
 """
 
 import argparse
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
 
-from nanofit.config import load_config
+from model import GPTConfig
+from nanofit.config import RunConfig, TrainConfig, load_config
+from nanofit.device import describe_device
+from nanofit.dist import Ranks
 from nanofit.explain import budget_of, dtype_of, explain, show
+from nanofit.fit import find_fit
 from nanofit.picture import figure_class, save_png
 from nanofit.terminal import InputError, parse_size, run_script
 
@@ -26,6 +33,32 @@ from nanofit.terminal import InputError, parse_size, run_script
 def main(argv: Sequence[str]) -> None:
     asked, rest = _parse(argv)
     shape, learn, run = load_config(rest)
+    if asked.explain:
+        _explain(asked, shape, learn, run)
+    else:
+        _fit(asked, shape, learn, run)
+
+
+def _fit(asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> None:
+    """Find what fits on this machine, as train.py does before its first step."""
+    if asked.gpu or asked.vram or asked.png:
+        raise InputError("--gpu, --vram and --png go with --explain: trials need the card itself")
+    device = describe_device(run.device, run.dtype)
+    if device.type != "cuda" and run.memory_limit is None:
+        raise InputError(
+            f"there is no limit to fit on {device.name}: give --memory_limit=8GB, or see what a "
+            'card would bear with --explain --gpu "RTX 4070"'
+        )
+    fit = find_fit(shape, learn, replace(run, autofit=True, eval_only=False), device, Ranks())
+    if asked.json:
+        print(json.dumps(fit.as_dict(), indent=2))
+    else:
+        print("\n".join(fit.lines(learn.sequences_per_step)))
+
+
+def _explain(
+    asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: RunConfig
+) -> None:
     budget = budget_of(asked.gpu, asked.vram, run)
     if asked.png:
         figure_class()  # not to find out a minute later that it is missing
@@ -44,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """This script's own flags, and the words that belong to the settings of the run."""
     parser = _Parser(
-        usage="python autofit.py config/X.py --explain [options] [--SETTING=VALUE ...]",
+        usage="python autofit.py config/X.py [--explain] [options] [--SETTING=VALUE ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -55,10 +88,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--vram", type=_vram, metavar="SIZE", help="for a card with so much memory, as in 12GB")
     add("--png", type=Path, metavar="FILE", help="save a picture of the memory over one step")
     add("--json", action="store_true", help="print it for programs")
-    asked, rest = parser.parse_known_args(argv)
-    if not asked.explain:
-        raise InputError("nothing to do; --explain shows where the memory goes, --help shows how")
-    return asked, rest
+    return parser.parse_known_args(argv)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -30,8 +30,11 @@ from model import GPT, GPTConfig
 from nanofit.config import RunConfig, TrainConfig, load_config
 from nanofit.device import Card, Device, describe_device, find_card, known_card
 from nanofit.dist import Ranks
+from nanofit.explain import budget_of, dtype_of
+from nanofit.footprint import footprint_curve
 from nanofit.forecast import COMPILE_GAIN, Forecast, efficiency_of, predicted_tokens_per_s
 from nanofit.loader import MicroBatch, open_bins
+from nanofit.memory import LIBRARY_BYTES, Setup
 from nanofit.optim import build_optimizer
 from nanofit.parquet import find_shards, mean_token_count, open_shards
 from nanofit.scaling import (
@@ -43,6 +46,7 @@ from nanofit.scaling import (
     recipe_of,
     weight_decay_for,
 )
+from nanofit.search import sizes_for
 from nanofit.step import train_step
 from nanofit.terminal import InputError, compact, duration, run_script
 
@@ -485,7 +489,24 @@ def _asked_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _memory_row(plan: Plan) -> str | None:
-    return None
+    """What a step takes, and the micro-batches that autofit should find; by arithmetic."""
+    card = plan.speed.card
+    budget = budget_of(card and card.name, None, plan.run)
+    if budget is None:
+        return None
+    eager = Setup(
+        plan.model.config, dtype=dtype_of(card and card.name, plan.run), loss=plan.run.loss
+    )
+    sizes, told = sizes_for(plan.learn.sequences_per_step), []
+    for setup in (eager, replace(eager, compiled=True))[: 1 + plan.run.compile]:
+        stage, curve = "compiled" if setup.compiled else "eager", footprint_curve(setup)
+        largest = curve.largest(budget.limit_bytes - LIBRARY_BYTES)
+        fitting = [size for size in sizes if size <= largest]
+        if not fitting:
+            return f"not one sequence fits {stage} without savers; autofit.py --explain tells more"
+        passes = -(-plan.learn.sequences_per_step // fitting[-1])
+        told.append(f"{fitting[-1]} × {passes} {stage} ({_gb(curve.at(fitting[-1]))})")
+    return f"{' and '.join(told)} should fit in {_gb(budget.limit_bytes)} of {budget.card}"
 
 
 def _result_table(plan: Plan) -> RenderableType:

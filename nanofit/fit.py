@@ -104,7 +104,8 @@ class Fit:
         )
         trials = sum(stage.trials for _, stage in stages)
         source = "remembered from" if self.is_remembered else "survived"
-        yield f"sure    {source} {trials} trials of two real steps, {self.seconds:.0f} s"
+        many = "s" if trials > 1 else ""
+        yield f"sure    {source} {trials} trial{many} of two real steps, {self.seconds:.0f} s"
 
     def _savers_text(self) -> str:
         return "" if self.savers == Savers() else f"with {_told(self.savers)}: "

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from model import GPTConfig
 from nanofit.allocator import rounded
 from nanofit.loss import chunk_rows
-from nanofit.memory import Setup
+from nanofit.memory import Curve, Setup
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -33,6 +33,14 @@ def footprint(setup: Setup, micro_batch_size: int) -> list[Line]:
         moments.append(_in_the_last_block)
     at_peak = [moment(setup, micro_batch_size) for moment in moments]
     return _fixed(setup) + max(at_peak, key=total)
+
+
+def footprint_curve(setup: Setup) -> Curve:
+    """What any micro-batch needs."""
+    few, many = 2, 6
+    low, high = (total(footprint(setup, size)) for size in (few, many))
+    slope = (high - low) // (many - few)
+    return Curve(low - few * slope, slope)
 
 
 def total(lines: list[Line]) -> int:

@@ -1,7 +1,6 @@
 """What is followed is what is allocated, and memory can be made to run out anywhere."""
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,18 +42,16 @@ def test_sizes_are_rounded_as_cuda_rounds_them():
 def test_tensors_at_the_peak_name_the_line_that_made_them():
     simulation = simulate(Setup(TINY, loss="full"), 128)
     lines = (PROJECT / "model.py").read_text().splitlines()
-    of_mlp = [
-        buffer.line
+    of_mlp = {
+        (event.phase, event.buffer.line)
         for event in simulation.events
-        if (buffer := event.buffer).shape[-1:] == (4 * TINY.n_embd,)
-        and len(buffer.shape) == 3
-        and buffer.line
-    ]
-    assert {Path(line.partition(":")[0]).name for line in of_mlp} == {"model.py"}
-    assert all("self.gelu(self.c_fc(x))" in lines[int(line.split(":")[1]) - 1] for line in of_mlp)
-    assert any(
-        event.buffer.line in of_mlp and event.phase == "backward" for event in simulation.events
-    )
+        if event.is_birth and event.buffer.shape == (128, TINY.block_size, 4 * TINY.n_embd)
+    }
+    assert {phase for phase, _ in of_mlp} == {"forward", "backward"}
+    for _, line in of_mlp:
+        file, _, number = line.partition(":")
+        assert file == "model.py"
+        assert "self.gelu(self.c_fc(x))" in lines[int(number) - 1]
 
 
 @pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode], ids=["real", "fake"])
@@ -110,7 +107,10 @@ def test_budget_lets_exactly_its_bytes_live():
         del first
         third = torch.ones(256)
         assert budget.allocated_bytes == 2 * KIB
-    del second, third
+        del second
+        small = torch.ones(1)  # takes a whole block
+        assert budget.allocated_bytes == KIB + 512
+    del small, third
 
 
 def _step(model, optimizer) -> None:
