@@ -16,7 +16,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 
@@ -27,7 +26,7 @@ from nanofit.dist import Ranks
 from nanofit.explain import budget_of, dtype_of, explain, show
 from nanofit.fit import find_fit
 from nanofit.picture import figure_class, save_png
-from nanofit.terminal import InputError, parse_size, run_script
+from nanofit.terminal import FlagParser, InputError, parse_size, run_script
 
 
 def main(argv: Sequence[str]) -> None:
@@ -76,11 +75,9 @@ def _explain(
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """This script's own flags, and the words that belong to the settings of the run."""
-    parser = _Parser(
+    parser = FlagParser(
         usage="python autofit.py config/X.py [--explain] [options] [--SETTING=VALUE ...]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--explain", action="store_true", help="show where the memory goes and what would save it")
@@ -89,11 +86,6 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--png", type=Path, metavar="FILE", help="save a picture of the memory over one step")
     add("--json", action="store_true", help="print it for programs")
     return parser.parse_known_args(argv)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; --help shows how")
 
 
 def _vram(text: str) -> int:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console, Group, RenderableType
@@ -48,7 +48,7 @@ from nanofit.scaling import (
 )
 from nanofit.search import sizes_for
 from nanofit.step import train_step
-from nanofit.terminal import InputError, compact, duration, run_script
+from nanofit.terminal import FlagParser, InputError, compact, duration, run_script
 
 TRIAL_S = 8.0
 VAL_FRACTION = 0.01  # prepare_fineweb.py's default
@@ -217,11 +217,9 @@ class Plan:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """This script's own flags, and the words that belong to the settings of the run."""
-    parser = _Parser(
+    parser = FlagParser(
         usage="python plan.py config/X.py [options] [--SETTING=VALUE ...]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--gpu", metavar="NAME", help="plan for this card, as in 'RTX 4070' or 'A100 80GB'")
@@ -243,11 +241,6 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if asked.unique_tokens is not None and asked.shard:
         raise InputError("--unique_tokens and --shard both tell the data; give one of them")
     return asked, rest
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; --help shows how")
 
 
 def _count(text: str) -> int:

@@ -1,12 +1,13 @@
-"""How autofit finds a micro-batch beside accelerate, Lightning and Composer's rule, in real trials.
+"""How autofit finds a micro-batch, beside accelerate, Lightning and Composer's rule.
 
-    python bench/autofit.py [--limits 10] [--rechecks 20] [--log FILE]
+    python bench/autofit.py [--limits 10] [--rechecks 20] [--folder FOLDER]
 
 One small model on one CPU thread under limits of the process' data, so that memory really runs
-out. The limits leave rooms in geometric order, for one sequence up to about a hundred. Each way
+out. The limits leave rooms in geometric order, from one sequence to about a hundred. Each way
 runs in a process of its own; all get the same room beyond what their process holds before there
 is a model, so that no library pays for its imports. What truly fits is found by trying every size
-around the edge. With --log an interrupted bench goes on where it was.
+around the edge. Answers are kept in the folder: if it is given, a bench that was interrupted goes
+on from there.
 """
 
 import argparse
@@ -17,20 +18,21 @@ import multiprocessing
 import os
 import platform
 import runpy
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch import Tensor
 
 import nanofit.fit
 from model import GPT, GPTConfig
@@ -41,29 +43,37 @@ from nanofit.loader import MicroBatch
 from nanofit.memory import Setup, memory_curve
 from nanofit.optim import build_optimizer
 from nanofit.step import train_step
-from nanofit.trial import run_trial
+from nanofit.trial import TrialResult, run_trial
 
 MIB = 2**20
 SHAPE = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=64, vocab_size=8192)
 SETUP = Setup(SHAPE, dtype="float32", loss="full")
-LEARN = TrainConfig()
-SEQUENCES = LEARN.sequences_per_step
-ROOM_BYTES = 24 * MIB, 720 * MIB  # of the tightest limit, and of the widest
-WARMING = 1.2  # so far inside of these two lie the limits of the fits that warm a cache
+SEQUENCES = TrainConfig().sequences_per_step
+DIVISORS = [size for size in range(1, SEQUENCES + 1) if SEQUENCES % size == 0]
+LEAST_ROOM, MOST_ROOM = 24 * MIB, 720 * MIB
+WARMING_ROOMS = 30 * MIB, 600 * MIB  # of earlier fits, whose peaks are remembered
 EDGE = 2  # sizes on either side of the edge that are all tried
-NEEDED = 3  # trials out of as many that a size has to survive to count as fitting
+TIMES = 3  # that a size has to survive, of as many, to count as fitting
 
 
 @dataclass
 class Search:
-    """What a way did and chose; a trial is a size and whether it survived."""
+    """What a way did and chose; `trials` are sizes and whether they survived."""
 
     size: int = 0
     trials: list[tuple[int, bool]] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
-    forecast_bytes: int | None = None  # of the chosen size
+    forecast_bytes: int | None = None
     peak_bytes: int | None = None
+
+    @property
+    def deaths(self) -> int:
+        return sum(not survived for _, survived in self.trials)
+
+    @property
+    def is_batch_kept(self) -> bool:
+        return self.size * (SEQUENCES // self.size) == SEQUENCES
 
 
 def main() -> None:
@@ -71,26 +81,305 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(CHILDREN[arguments.child](**json.loads(arguments.order))))
         return
-    os.environ["OMP_NUM_THREADS"] = "1"
-    base_bytes = run_trial(SETUP, 0, device="cpu", limit_bytes=None).used_bytes
-    log = Log(arguments.log)
-    warm = warm_cache(base_bytes)
-    results = []
-    for limit_bytes in limits(arguments.limits, base_bytes):
-        place = dict(limit_bytes=limit_bytes, base_bytes=base_bytes)
-        result = dict(limit_bytes=limit_bytes, truth=log.ask("truth", **place))
-        result["ways"] = {way: log.ask(way, **place, cache=warm.name) for way in WAYS}
-        sizes = sorted({search["size"] for search in result["ways"].values()})
-        result["survived"] = log.ask("recheck", **place, sizes=sizes, times=arguments.rechecks)
-        results.append(result)
-    print_report(results, base_bytes, arguments.rechecks)
+    with tempfile.TemporaryDirectory() as scratch:
+        ask = Answers(arguments.folder or Path(scratch))
+        base_bytes = ask("base")
+        for room in WARMING_ROOMS:
+            ask(OURS_WARM, limit_bytes=base_bytes + room)
+        cases = [
+            look_at(ask, base_bytes, limit_bytes, arguments.rechecks)
+            for limit_bytes in limits(arguments.limits, base_bytes)
+        ]
+    print_machine()
+    print_ways(cases, arguments.rechecks)
+    print_cases(cases, base_bytes)
+    print_targets(cases, arguments.rechecks)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limits", type=int, default=10)
     parser.add_argument("--rechecks", type=int, default=20)
-    parser.add_argument("--log", type=Path, help="keep every result here, and use those kept")
+    parser.add_argument("--folder", type=Path, help="of kept answers (default: a temporary one)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--order", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def limits(count: int, base_bytes: int) -> list[int]:
+    ratio = (MOST_ROOM / LEAST_ROOM) ** (1 / (count - 1))
+    return [base_bytes + int(LEAST_ROOM * ratio**index) for index in range(count)]
+
+
+@dataclass
+class Case:
+    """Everything about one limit."""
+
+    limit_bytes: int
+    largest: int  # of all sizes
+    divisor: int  # the largest that cuts a step evenly
+    searches: dict[str, Search]
+    survived: dict[int, int]  # rechecks, by size
+
+
+def look_at(ask: "Answers", base_bytes: int, limit_bytes: int, rechecks: int) -> Case:
+    room_bytes = limit_bytes - base_bytes
+    largest, divisor = ask("truth", room_bytes=room_bytes)
+    searches = {way: Search(**ask(way, limit_bytes=limit_bytes)) for way in OURS}
+    searches |= {way: Search(**ask(way, room_bytes=room_bytes)) for way in PEERS}
+    sizes = sorted({search.size for search in searches.values()})
+    survived = ask("recheck", room_bytes=room_bytes, sizes=sizes, times=rechecks)
+    return Case(limit_bytes, largest, divisor, searches, dict(zip(sizes, survived, strict=True)))
+
+
+class Answers:
+    """Asks child processes, one at a time, and keeps what they answer."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "answers.jsonl"
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        self._kept = {json.dumps(question): answer for question, answer in map(json.loads, lines)}
+        self._environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        }
+
+    def __call__(self, child: str, **order: Any) -> Any:
+        question = json.dumps([child, order])
+        if question not in self._kept:
+            command = [sys.executable, __file__, "--child", child, "--order", json.dumps(order)]
+            done = subprocess.run(
+                command, env=self._environment, check=True, stdout=subprocess.PIPE, text=True
+            )
+            self._kept[question] = json.loads(done.stdout.splitlines()[-1])
+            with self._file.open("a") as file:
+                print(json.dumps([[child, order], self._kept[question]]), file=file)
+            print(child, order, self._kept[question], file=sys.stderr, flush=True)
+        return self._kept[question]
+
+
+def base() -> int:
+    """What the child of a trial holds before there is a model."""
+    return run_trial(SETUP, 0, device="cpu", limit_bytes=None).used_bytes
+
+
+def truth(room_bytes: int) -> tuple[int, int]:
+    """The largest size of all, and the largest divisor, that truly fit."""
+    fits, dies = 0, SEQUENCES + 1
+    while fits + 1 < dies:
+        middle = (fits + dies) // 2
+        if survives(middle, room_bytes):
+            fits = middle
+        else:
+            dies = middle
+
+    def is_fitting(size: int) -> bool:
+        return all(survives(size, room_bytes) for _ in range(TIMES))
+
+    around = range(min(fits + EDGE, SEQUENCES), 0, -1)
+    largest = next(filter(is_fitting, around), 0)
+    above = [size for size in DIVISORS if size > largest][:1]
+    below = [size for size in DIVISORS if size <= largest]
+    return largest, next(filter(is_fitting, [*above, *reversed(below)]), 0)
+
+
+def recheck(room_bytes: int, sizes: list[int], times: int) -> list[int]:
+    """How often each size survived."""
+    return [sum(survives(size, room_bytes) for _ in range(times)) for size in sizes]
+
+
+def survives(size: int, room_bytes: int) -> bool:
+    """A trial as autofit's own, in a fork of this process, which saves it the imports."""
+    order = {
+        "setup": asdict(SETUP),
+        "micro_batch_size": size,
+        "device": "cpu",
+        "limit_bytes": room_bytes + describe_device("cpu").memory().used_bytes(),
+    }
+    child = multiprocessing.get_context("fork").Process(target=_run_trial_here, args=(order,))
+    child.start()
+    child.join()
+    return child.exitcode == 0
+
+
+def _run_trial_here(order: dict) -> None:
+    sys.argv = ["nanofit.trial", json.dumps(order)]
+    with redirect_stdout(io.StringIO()) as said:
+        runpy.run_module("nanofit.trial", run_name="__main__")
+    sys.exit(json.loads(said.getvalue())["peak_bytes"] is None)
+
+
+def ours_cold(limit_bytes: int) -> dict:
+    """As on a machine that never saw this model."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        return ours_warm(limit_bytes)
+
+
+def ours_warm(limit_bytes: int) -> dict:
+    """With what earlier fits under other limits have left in the cache."""
+    search = Search()
+
+    def run_noted_trial(setup: Setup, size: int, **order: Any) -> TrialResult:
+        trial = run_trial(setup, size, **order)
+        if size:  # else it only looks around
+            search.trials.append((size, trial.peak_bytes is not None))
+        return trial
+
+    nanofit.fit.run_trial = run_noted_trial
+    run = RunConfig(
+        device="cpu", dtype="float32", loss="full", compile=False, memory_limit=str(limit_bytes)
+    )
+    started = time.monotonic()
+    device = describe_device("cpu", "float32")
+    fit = nanofit.fit.find_fit(SHAPE, TrainConfig(), run, device, Ranks())
+    search.seconds = time.monotonic() - started
+    search.size, search.peak_bytes = fit.eager.size, fit.eager.peak_bytes
+    search.steps = 2 * len(search.trials)
+    search.forecast_bytes = base() + memory_curve(SETUP).at(fit.eager.size)
+    return asdict(search)
+
+
+def accelerate(room_bytes: int) -> dict:
+    """The function as documented: the decorated one builds the model and trains."""
+    from accelerate.utils import find_executable_batch_size
+
+    search = Search()
+
+    @find_executable_batch_size
+    def train(batch_size: int) -> int:
+        try_size(search, batch_size)
+        return batch_size
+
+    return timed(search, train, room_bytes)
+
+
+def composer(room_bytes: int) -> dict:
+    """Its automatic microbatching: begin with the whole step, halve whenever memory runs out.
+
+    Written out, since the package is heavy. It cuts a step unevenly if need be.
+    """
+    search = Search()
+
+    def train() -> int:
+        size = SEQUENCES
+        while True:
+            try:
+                try_size(search, size)
+                return size
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            gc.collect()
+            size = max(size // 2, 1)
+
+    return timed(search, train, room_bytes)
+
+
+def try_size(search: Search, size: int) -> None:
+    """Build the model and take two steps of two micro-batches, as a trial of ours does."""
+    search.trials.append((size, False))
+    device = describe_device("cpu", "float32")
+    model = GPT(SHAPE, loss="full")
+    optimizer, scaler = build_optimizer(model, TrainConfig()), device.grad_scaler()
+    for _ in range(2):
+        search.steps += 1
+        train_step(
+            model,
+            optimizer,
+            scaler,
+            _micro_batches(size),
+            device=device,
+            ranks=Ranks(),
+            lr=1e-5,
+            grad_clip=1.0,
+            seed=0,
+        )
+    search.trials[-1] = (size, True)
+
+
+def _micro_batches(size: int) -> Iterator[MicroBatch]:
+    for _ in range(2):
+        tokens = torch.randint(SHAPE.vocab_size, (size, SHAPE.block_size + 1))
+        yield MicroBatch(tokens[:, :-1], tokens[:, 1:], 0.5)
+
+
+def lightning(mode: str) -> Callable[[int], dict]:
+    """Tuner.scale_batch_size, which is BatchSizeFinder, with its defaults."""
+
+    def way(room_bytes: int) -> dict:
+        from lightning.pytorch import LightningModule, Trainer
+        from lightning.pytorch.tuner import Tuner
+        from torch.utils.data import DataLoader
+
+        search = Search()
+        tokens = torch.randint(SHAPE.vocab_size, (4 * SEQUENCES, SHAPE.block_size + 1))
+
+        class Module(LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.batch_size = 1
+                self.model = GPT(SHAPE, loss="full")
+
+            def train_dataloader(self) -> DataLoader:
+                return DataLoader(tokens, batch_size=self.batch_size)
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return build_optimizer(self.model, TrainConfig())
+
+            def on_train_start(self) -> None:
+                search.trials.append((self.batch_size, False))
+
+            def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+                search.steps += index % 2 == 0
+
+            def training_step(self, batch: Tensor, index: int) -> Tensor:
+                return self.model(batch[:, :-1], batch[:, 1:])
+
+            def on_train_end(self) -> None:
+                search.trials[-1] = (search.trials[-1][0], True)
+
+        def tune() -> int:
+            with tempfile.TemporaryDirectory() as folder:
+                trainer = Trainer(
+                    accelerator="cpu",
+                    accumulate_grad_batches=2,
+                    gradient_clip_val=1.0,
+                    default_root_dir=folder,
+                    logger=False,
+                    enable_checkpointing=False,
+                    enable_progress_bar=False,
+                    enable_model_summary=False,
+                )
+                return Tuner(trainer).scale_batch_size(Module(), mode=mode)
+
+        return timed(search, tune, room_bytes)
+
+    return way
+
+
+def timed(search: Search, choose: Callable[[], int], room_bytes: int) -> dict:
+    """Let a peer choose, with this room beside what its process already holds."""
+    memory = describe_device("cpu").memory()
+    memory.limit(memory.used_bytes() + room_bytes)
+    started = time.monotonic()
+    search.size = choose()
+    search.seconds = time.monotonic() - started
+    return asdict(search)
+
+
+OURS_COLD, OURS_WARM = "autofit", "autofit, peaks remembered"
+OURS = {OURS_COLD: ours_cold, OURS_WARM: ours_warm}
+COMPOSER = "Composer's halving"
+PEERS = {
+    "accelerate": accelerate,
+    "Lightning, power": lightning("power"),
+    "Lightning, binsearch": lightning("binsearch"),
+    COMPOSER: composer,
+}
+CHILDREN = {"base": base, "truth": truth, "recheck": recheck, **OURS, **PEERS}
+
+if __name__ == "__main__":
+    main()

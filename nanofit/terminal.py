@@ -1,5 +1,6 @@
 """What a person sees: errors in one line, and progress fit for a terminal or a log file."""
 
+import argparse
 import os
 import re
 import sys
@@ -45,6 +46,21 @@ def _say_error(error: InputError) -> None:
     if rank != "0":
         time.sleep(MAIN_SPEAKS_FIRST_S)
     print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """For scripts with a few flags of their own, beside the settings of a run."""
+
+    def __init__(self, *, usage: str, description: str):
+        super().__init__(
+            usage=usage,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; --help shows how")
 
 
 class Progress:

@@ -6,6 +6,7 @@ reaches neither the weights nor the memory of the run. The child is `python -m n
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -71,6 +72,8 @@ def run_trial(
         )
     except subprocess.TimeoutExpired:
         return TrialResult(reason=f"no answer within {timeout_s:.0f} s")
+    if done.returncode == -signal.SIGINT:  # Ctrl-C reaches the child as well
+        raise KeyboardInterrupt
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         return TrialResult(**json.loads(lines[-1]))

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanofit.device import CARDS, describe_device, find_card, peak_flops
+from nanofit.device import (
+    CARDS,
+    Device,
+    describe_device,
+    find_card,
+    is_out_of_memory,
+    peak_flops,
+)
 from nanofit.terminal import InputError
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -199,3 +206,52 @@ def test_cuda_card_is_described_by_its_driver(monkeypatch):
     assert describe_device("cuda:0", "float16").dtype is torch.float16
     with pytest.raises(InputError, match="no device cuda:2: this machine has 2"):
         describe_device("cuda:2")
+
+
+def test_memory_of_a_card_is_limited_and_counted_in_what_torch_reserves(monkeypatch):
+    answers = {
+        "get_device_properties": SimpleNamespace(total_memory=12_000),
+        "max_memory_reserved": 7_000,
+        "mem_get_info": (4_000, 12_000),
+        "memory_reserved": 1_000,
+        "memory_stats": {"num_alloc_retries": 3},
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _device, answer=answer: answer)
+    limits = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda fraction, device: limits.append((fraction, device)),
+    )
+    card = torch.device("cuda", 1)
+    memory = Device(card, "a card", torch.bfloat16, 12_000, None).memory()
+    memory.limit(9_000)
+    memory.limit(13_000)
+    assert limits == [(0.75, card), (1.0, card)]
+    assert (memory.peak_bytes(), memory.free_bytes(), memory.retries()) == (7_000, 5_000, 3)
+    assert memory.used_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.07 GiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_out_of_memory_is_known_by_what_libraries_say(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_memory_of_this_process_is_counted_as_linux_does():
+    memory = describe_device("cpu").memory()
+    started = memory.used_bytes()
+    block = torch.ones(2**30, dtype=torch.uint8)  # more than any test before has left resident
+    assert memory.peak_bytes() - started >= 0.5 * block.numel()
+    assert memory.free_bytes() is None
