@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,14 @@ from nanofit.trial import share_compile_cache
 MOST_ROLLBACKS = 3  # to one checkpoint: what goes wrong after that is not the data's fault
 
 
+class Learner(NamedTuple):
+    """What learns: all that an update changes."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+
+
 def main(argv: Sequence[str]) -> None:
     if "--help" in argv or "-h" in argv:
         print(__doc__ + describe_knobs())
@@ -74,7 +82,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
         return
     share_compile_cache()
     fit = find_fit(model.config, learn, run, device, ranks)
-    optimizer, scaler, progress = _begin(model, learn, run, saved, fit, device, ranks)
+    learner, progress = _begin(model, learn, run, saved, fit, device, ranks)
     del saved  # as large as the model and its optimiser
     forecast = _forecast(model, learn, run, device, ranks, train_data)
     ranks.say(_summary(model, learn, run, device, ranks, train_data, val_data, fit))
@@ -89,24 +97,25 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
         checkpoints.prepare_folder(progress.step)
 
     config = flatten(shape, learn, run)
-    pack = partial(checkpoint.pack, model, optimizer, scaler, config=config, fit=fit.as_dict())
-    with _open_log(model, optimizer, scaler, learn, run, device, ranks, progress) as log:
+    pack = partial(checkpoint.pack, *learner, config=config, fit=fit.as_dict())
+    with _open_log(learner, learn, run, device, ranks, progress) as log:
         log.expect(partial(_normal_losses, forecast, learn))
         save = partial(_save, checkpoints, pack, ranks, log)
         stages = Stages(
             model,
             fit.plan(run.compile_after if run.compile else None),
             sizes_for(share),
+            reached=progress.stage,
             device=device,
             ranks=ranks,
             event=log.event,
         )
-        go_back = partial(_go_back, checkpoints, shape, run, model, optimizer, scaler, log.say)
+        go_back = partial(_go_back, checkpoints, shape, run, learner, log.say)
         log.event(progress.step, "resumed" if progress.step else "started", **fit.told())
         while True:
             step, stopping = progress.step, ranks.any(stop.requested)
             ending = stopping or step == learn.max_iters
-            progress = replace(progress, seconds=log.seconds)
+            progress = replace(progress, seconds=log.seconds, stage=stages.stage)
             if ranks.any(log.diverged(look=ending or _is_kept(step, learn, run))):
                 progress = _recover(progress, run, partial(go_back, learn), save, ranks, log)
                 continue
@@ -120,9 +129,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
                 break
             batches = partial(train_data.micro_batches, progress.data_step, ranks=ranks)
             stages.advance(step, batches)
-            attempt = partial(
-                _attempt, model, optimizer, scaler, batches, step, learn, device, ranks
-            )
+            attempt = partial(_attempt, learner, batches, step, learn, device, ranks)
             try:
                 loss, grad_norm = stages.run(step, attempt)
             except UpdateInterrupted as error:
@@ -141,9 +148,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
 
 
 def _attempt(
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    learner: Learner,
     batches: Callable[..., Iterator[MicroBatch]],
     step: int,
     learn: TrainConfig,
@@ -153,9 +158,7 @@ def _attempt(
 ) -> tuple[Tensor, Tensor]:
     """Learn from the sequences of a step; may be repeated with another micro-batch."""
     return train_step(
-        model,
-        optimizer,
-        scaler,
+        *learner,
         batches(micro_batch_size),
         device=device,
         ranks=ranks,
@@ -213,7 +216,7 @@ def _begin(
     fit: Fit,
     device: Device,
     ranks: Ranks,
-) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler, Progress]:
+) -> tuple[Learner, Progress]:
     """Put on the device what learns, as it was when the run was last saved, or new."""
     device.enter_thread()
     if fit.limit_bytes is not None:
@@ -221,14 +224,14 @@ def _begin(
     model.to(device.torch_device)
     model.recompute = fit.savers.recompute
     optimizer = build_optimizer(model, learn, bits=fit.savers.optimizer_bits)
-    scaler = device.grad_scaler()
-    progress = checkpoint.unpack(saved, model, optimizer, scaler) if saved else Progress()
+    learner = Learner(model, optimizer, device.grad_scaler())
+    progress = checkpoint.unpack(saved, *learner) if saved else Progress()
     if not ranks.agree(progress.step):
         raise InputError(
             f"the processes found different checkpoints in {run.out_dir}; "
             "it must be a folder that all machines see"
         )
-    return optimizer, scaler, progress
+    return learner, progress
 
 
 def _find_saved(
@@ -360,15 +363,14 @@ def _normal_losses(forecast: Forecast, learn: TrainConfig, steps_done: int) -> B
 
 
 def _open_log(
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    learner: Learner,
     learn: TrainConfig,
     run: RunConfig,
     device: Device,
     ranks: Ranks,
     progress: Progress,
 ) -> Log:
+    model, optimizer, scaler = learner
     folder, sinks = Path(run.out_dir), ()
     if run.wandb_log and ranks.is_main:
         name = run.wandb_run_name or folder.resolve().name
@@ -409,15 +411,14 @@ def _go_back(
     checkpoints: Checkpoints,
     shape: GPTConfig,
     run: RunConfig,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    learner: Learner,
     say: Callable[[str], None],
     learn: TrainConfig,
 ) -> Progress:
     """Put the run back to its newest checkpoint, or to its beginning if there is none yet."""
     if checkpoints.exist():
-        return checkpoint.unpack(checkpoints.load(shape, learn, say), model, optimizer, scaler)
+        return checkpoint.unpack(checkpoints.load(shape, learn, say), *learner)
+    model, optimizer, scaler = learner
     model.load_state_dict(_build_model(shape, learn, run, None).state_dict())
     optimizer.state.clear()
     if scaler.is_enabled():

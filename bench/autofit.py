@@ -1,6 +1,6 @@
 """How autofit finds a micro-batch, beside accelerate, Lightning and Composer's rule.
 
-    python bench/autofit.py [--limits 10] [--rechecks 20] [--folder FOLDER]
+    python bench/autofit.py [--limits 8] [--rechecks 20] [--peer_rechecks 5] [--folder FOLDER]
 
 One small model on one CPU thread under limits of the process' data, so that memory really runs
 out. The limits leave rooms in geometric order, from one sequence to about a hundred. Each way
@@ -18,11 +18,12 @@ import multiprocessing
 import os
 import platform
 import runpy
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -50,8 +51,8 @@ SHAPE = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=64, vocab_size=8192
 SETUP = Setup(SHAPE, dtype="float32", loss="full")
 SEQUENCES = TrainConfig().sequences_per_step
 DIVISORS = [size for size in range(1, SEQUENCES + 1) if SEQUENCES % size == 0]
-LEAST_ROOM, MOST_ROOM = 24 * MIB, 720 * MIB
-WARMING_ROOMS = 30 * MIB, 600 * MIB  # of earlier fits, whose peaks are remembered
+LEAST_ROOM, MOST_ROOM = 36 * MIB, 720 * MIB
+WARMING_ROOMS = 45 * MIB, 600 * MIB  # of earlier fits, whose peaks are remembered
 EDGE = 2  # sizes on either side of the edge that are all tried
 TIMES = 3  # that a size has to survive, of as many, to count as fitting
 
@@ -87,19 +88,20 @@ def main() -> None:
         for room in WARMING_ROOMS:
             ask(OURS_WARM, limit_bytes=base_bytes + room)
         cases = [
-            look_at(ask, base_bytes, limit_bytes, arguments.rechecks)
+            look_at(ask, base_bytes, limit_bytes, arguments)
             for limit_bytes in limits(arguments.limits, base_bytes)
         ]
     print_machine()
-    print_ways(cases, arguments.rechecks)
+    print_ways(cases)
     print_cases(cases, base_bytes)
-    print_targets(cases, arguments.rechecks)
+    print_targets(cases)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--limits", type=int, default=10)
-    parser.add_argument("--rechecks", type=int, default=20)
+    parser.add_argument("--limits", type=int, default=8)
+    parser.add_argument("--rechecks", type=int, default=20, help="of the sizes autofit chose")
+    parser.add_argument("--peer_rechecks", type=int, default=5, help="of other sizes")
     parser.add_argument("--folder", type=Path, help="of kept answers (default: a temporary one)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--order", help=argparse.SUPPRESS)
@@ -119,17 +121,24 @@ class Case:
     largest: int  # of all sizes
     divisor: int  # the largest that cuts a step evenly
     searches: dict[str, Search]
-    survived: dict[int, int]  # rechecks, by size
+    rechecks: dict[int, tuple[int, int]]  # by size: how many survived, of how many
 
 
-def look_at(ask: "Answers", base_bytes: int, limit_bytes: int, rechecks: int) -> Case:
+def look_at(
+    ask: "Answers", base_bytes: int, limit_bytes: int, arguments: argparse.Namespace
+) -> Case:
     room_bytes = limit_bytes - base_bytes
     largest, divisor = ask("truth", room_bytes=room_bytes)
     searches = {way: Search(**ask(way, limit_bytes=limit_bytes)) for way in OURS}
     searches |= {way: Search(**ask(way, room_bytes=room_bytes)) for way in PEERS}
-    sizes = sorted({search.size for search in searches.values()})
-    survived = ask("recheck", room_bytes=room_bytes, sizes=sizes, times=rechecks)
-    return Case(limit_bytes, largest, divisor, searches, dict(zip(sizes, survived, strict=True)))
+    our_sizes = {searches[way].size for way in OURS}
+    other_sizes = {searches[way].size for way in PEERS} - our_sizes
+    rechecks = {}
+    for sizes, times in (our_sizes, arguments.rechecks), (other_sizes, arguments.peer_rechecks):
+        survived = ask("recheck", room_bytes=room_bytes, sizes=sorted(sizes), times=times)
+        for size, count in zip(sorted(sizes), survived, strict=True):
+            rechecks[size] = count, times
+    return Case(limit_bytes, largest, divisor, searches, rechecks)
 
 
 class Answers:
@@ -151,7 +160,7 @@ class Answers:
         if question not in self._kept:
             command = [sys.executable, __file__, "--child", child, "--order", json.dumps(order)]
             done = subprocess.run(
-                command, env=self._environment, check=True, stdout=subprocess.PIPE, text=True
+                command, env=self._environment, check=True, capture_output=True, text=True
             )
             self._kept[question] = json.loads(done.stdout.splitlines()[-1])
             with self._file.open("a") as file:
@@ -206,6 +215,7 @@ def survives(size: int, room_bytes: int) -> bool:
 
 def _run_trial_here(order: dict) -> None:
     sys.argv = ["nanofit.trial", json.dumps(order)]
+    del sys.modules["nanofit.trial"]  # it runs as a script does
     with redirect_stdout(io.StringIO()) as said:
         runpy.run_module("nanofit.trial", run_name="__main__")
     sys.exit(json.loads(said.getvalue())["peak_bytes"] is None)
@@ -368,6 +378,90 @@ def timed(search: Search, choose: Callable[[], int], room_bytes: int) -> dict:
     search.size = choose()
     search.seconds = time.monotonic() - started
     return asdict(search)
+
+
+def print_machine() -> None:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "accelerate", "lightning"))
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, 1 thread a process; {packages}\n"
+        f"{SHAPE.n_layer} layers, {SHAPE.n_head} heads, {SHAPE.n_embd} wide, block "
+        f"{SHAPE.block_size}, vocabulary {SHAPE.vocab_size}, float32, all logits, eager; "
+        f"{SEQUENCES} sequences per step\n"
+    )
+
+
+def print_ways(cases: list[Case]) -> None:
+    count = len(cases)
+    print(
+        f"Of {count} limits; trials, steps, deaths and seconds are means.\n\n"
+        "| way | trials | steps | out of memory | seconds | largest divisor found | "
+        "of the largest size | rechecks survived | batch kept |\n|---|" + "--:|" * 8
+    )
+    for way in (*OURS, *PEERS):
+        searches = [case.searches[way] for case in cases]
+        survived, rechecks = _rechecks(cases, way)
+        print(
+            f"| {way} | {_mean(len(search.trials) for search in searches):.1f} | "
+            f"{_mean(search.steps for search in searches):.1f} | "
+            f"{_mean(search.deaths for search in searches):.1f} | "
+            f"{_mean(search.seconds for search in searches):.1f} | "
+            f"{_exact(cases, way)} of {count} | "
+            f"{_mean(case.searches[way].size / case.largest for case in cases):.2f} | "
+            f"{survived} of {rechecks} | {_kept(cases, way)} of {count} |"
+        )
+
+
+def print_cases(cases: list[Case], base_bytes: int) -> None:
+    print(
+        f"\nChosen sizes; a process without a model takes {base_bytes / MIB:.0f} MiB. In brackets "
+        "what autofit tried, × what died; then its forecast and the measured peak.\n\n"
+        "| limit MiB | largest | divisor | " + " | ".join((*OURS, *PEERS)) + " | forecast | "
+        "peak |\n" + "|--:" * (5 + len(OURS) + len(PEERS)) + "|"
+    )
+    for case in cases:
+        cells = [f"{case.limit_bytes / MIB:.0f}", str(case.largest), str(case.divisor)]
+        for way, search in case.searches.items():
+            tried = ", ".join(f"{size}{'' if lived else ' ×'}" for size, lived in search.trials)
+            cells.append(f"{search.size} ({tried})" if way in OURS else str(search.size))
+        cold = case.searches[OURS_COLD]
+        cells += [f"{cold.forecast_bytes / MIB:.0f}", f"{cold.peak_bytes / MIB:.0f}"]
+        print(f"| {' | '.join(cells)} |")
+
+
+def print_targets(cases: list[Case]) -> None:
+    trials = {way: sum(len(case.searches[way].trials) for case in cases) for way in (*OURS, *PEERS)}
+    fewest = min(trials[way] for way in PEERS)
+    print("\n| target | " + " | ".join(OURS) + " | wanted |\n|---|--:|--:|--:|")
+    rows = [
+        (
+            "largest divisor found",
+            [f"{_exact(cases, way) / len(cases):.0%}" for way in OURS],
+            "95%",
+        ),
+        ("rechecks survived", ["{} of {}".format(*_rechecks(cases, way)) for way in OURS], "all"),
+        ("of the fewest trials of a peer", [f"{trials[way] / fewest:.2f}" for way in OURS], "0.33"),
+        ("effective batch kept", [f"{_kept(cases, way) / len(cases):.0%}" for way in OURS], "100%"),
+    ]
+    for name, measured, wanted in rows:
+        print(f"| {name} | {' | '.join(measured)} | {wanted} |")
+
+
+def _exact(cases: list[Case], way: str) -> int:
+    return sum(case.searches[way].size == case.divisor for case in cases)
+
+
+def _kept(cases: list[Case], way: str) -> int:
+    return sum(way == COMPOSER or case.searches[way].is_batch_kept for case in cases)
+
+
+def _rechecks(cases: list[Case], way: str) -> tuple[int, int]:
+    """How many survived, of how many."""
+    survived, times = zip(*(case.rechecks[case.searches[way].size] for case in cases), strict=True)
+    return sum(survived), sum(times)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.mean(values)
 
 
 OURS_COLD, OURS_WARM = "autofit", "autofit, peaks remembered"

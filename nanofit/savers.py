@@ -1,4 +1,4 @@
-"""What can be traded for memory: the savers, what a step needs with them, and their cost in time."""
+"""What can be traded for memory: the savers, what a step needs with them, what time they cost."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple

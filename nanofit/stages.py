@@ -22,6 +22,7 @@ from nanofit.step import UpdateInterrupted
 from nanofit.terminal import InputError, first_line
 
 OUT_OF_MEMORY = "out of memory"
+EAGER_FOR_GOOD = "eager for good"
 
 TIMED_STEPS = 5  # before and after compiling, to tell which is faster
 QUIET_STEPS = 200  # without trouble, after which a smaller micro-batch may grow again
@@ -51,11 +52,14 @@ class Stages:
         plan: StagePlan,
         sizes: Sequence[int],
         *,
+        reached: str = "eager",
         device: Device,
         ranks: Ranks,
         event: Callable[..., None],
     ):
-        self.stage, self.size = "eager", plan.eager_size
+        # A resumed run compiles again at once, but does not try again what failed.
+        self.stage = EAGER_FOR_GOOD if reached == EAGER_FOR_GOOD else "eager"
+        self.size = plan.eager_size
         self.evaluation_size = plan.eager_size
         self._model, self._plan, self._sizes = model, plan, sizes
         self._device, self._ranks, self._event = device, ranks, event
@@ -126,7 +130,7 @@ class Stages:
     def _give_up_compiling(self, step: int, reason: str) -> None:
         uncompile(self._model, self._plan.recompute)
         self._probation = None
-        self._change(step, stage="eager for good", size=self._plan.eager_size, reason=reason)
+        self._change(step, stage=EAGER_FOR_GOOD, size=self._plan.eager_size, reason=reason)
 
     def _timed(self, step: int, attempt: Callable) -> tuple[Tensor, Tensor]:
         """Do a step, and look at its time: exactly, where that decides about compiling."""

@@ -32,9 +32,8 @@ def test_every_config_is_within_3_percent_of_the_simulator(name, compiled):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("make", [Setup, nanogpts_way], ids=["chunked", "nanoGPT's way"])
-@pytest.mark.parametrize("changes", [{}, {"bias": True, "dropout": 0.1}], ids=["plain", "dropout"])
-def test_other_shapes_and_losses_are_within_3_percent(compiled, make, changes):
-    setup = make(GPTConfig(**SMALL, **changes), compiled=compiled)
+def test_a_small_shape_is_within_3_percent_with_either_loss(compiled, make):
+    setup = make(GPTConfig(**SMALL), compiled=compiled)
     simulated = simulate(setup, 16).peak_bytes
     assert total(footprint(setup, 16)) == pytest.approx(simulated, rel=0.03)
 

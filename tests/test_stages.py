@@ -259,3 +259,13 @@ def test_compile_off_never_tries():
     run = Run(StagePlan(12, 12, compile_after=None))
     run.stages.advance(10**9, partial(micro_batches, 0))
     assert (run.stages.stage, run.events) == ("eager", [])
+
+
+def test_resumed_run_does_not_try_again_to_compile_what_failed():
+    run = Run(StagePlan(12, 12, compile_after=0))
+    arguments = {"device": DEVICE, "ranks": Ranks(), "event": pytest.fail}
+    stages = Stages(
+        run.model, StagePlan(12, 12, 0), SIZES, reached=module.EAGER_FOR_GOOD, **arguments
+    )
+    stages.advance(5, partial(micro_batches, 5))
+    assert stages.stage == module.EAGER_FOR_GOOD
