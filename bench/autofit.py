@@ -59,7 +59,7 @@ TIMES = 3  # that a size has to survive, of as many, to count as fitting
 
 @dataclass
 class Search:
-    """What a way did and chose; `trials` are sizes and whether they survived."""
+    """What a way did and chose, 0 if nothing; `trials` are sizes and whether they survived."""
 
     size: int = 0
     trials: list[tuple[int, bool]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Search:
 
     @property
     def is_batch_kept(self) -> bool:
-        return self.size * (SEQUENCES // self.size) == SEQUENCES
+        return self.size > 0 and SEQUENCES % self.size == 0
 
 
 def main() -> None:
@@ -375,7 +375,10 @@ def timed(search: Search, choose: Callable[[], int], room_bytes: int) -> dict:
     memory = describe_device("cpu").memory()
     memory.limit(memory.used_bytes() + room_bytes)
     started = time.monotonic()
-    search.size = choose()
+    try:
+        search.size = choose()
+    except RuntimeError as error:
+        print(f"gave up: {error}", file=sys.stderr)
     search.seconds = time.monotonic() - started
     return asdict(search)
 

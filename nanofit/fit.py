@@ -12,7 +12,8 @@ from nanofit.cache import keep, recall
 from nanofit.config import RunConfig, TrainConfig
 from nanofit.device import Device
 from nanofit.dist import Ranks
-from nanofit.memory import LIBRARY_BYTES, Curve, Setup, memory_curve
+from nanofit.memory import LIBRARY_BYTES, Curve, Setup
+from nanofit.savers import need_of
 from nanofit.search import Found, find_largest, sizes_for
 from nanofit.stages import StagePlan
 from nanofit.terminal import InputError, parse_size
@@ -35,13 +36,13 @@ class Savers:
     optimizer_bits: int = 32
 
 
-# From cheap to dear. Budgets below 0.1 are a trap: so much is computed again that it piles up.
+# From cheap to dear. Lower budgets save no more: what is computed again piles up.
 LADDER = (
     Savers(),
     Savers("selective", 0.7),
     Savers("alternate", 0.5),
-    Savers("block", 0.1),
-    Savers("block", 0.1, optimizer_bits=8),
+    Savers("block", 0.5),
+    Savers("block", 0.5, optimizer_bits=8),
 )
 
 
@@ -204,28 +205,21 @@ class _Fitter:
         wanted = min(self._learn.batch_size, self._share) if self._run.savers == "auto" else 1
         rungs = [given, *(rung for rung in LADDER if _saves_more(rung, given))]
         for rung in rungs:
-            curves = [self._curve(setup, base_bytes) for setup in self._stages(rung)]
-            is_last = rung is rungs[-1]
-            if not is_last and min(curve.largest(limit_bytes) for curve in curves) < wanted:
+            setups, room_bytes = self._stages(rung), limit_bytes - base_bytes
+            fitting = min(need_of(setup).largest(room_bytes) for setup in setups)
+            if fitting < wanted and rung is not rungs[-1]:
                 continue
-            stages = [
-                self._prove(setup, curve, limit_bytes)
-                for setup, curve in zip(self._stages(rung), curves, strict=True)
-            ]
+            stages = [self._prove(setup, base_bytes, limit_bytes) for setup in setups]
             if all(stage.size for stage in stages):
                 compiled = stages[1] if self._run.compile else None
                 return Fit(stages[0], compiled, rung, limit_bytes)
-        raise InputError(self._what_would_fit(curves, limit_bytes))
+        raise InputError(self._what_would_fit(rungs[-1], base_bytes, limit_bytes))
 
     def _stages(self, savers: Savers) -> list[Setup]:
         eager = replace(self._setup, **asdict(savers))
         return [eager, replace(eager, compiled=True)] if self._run.compile else [eager]
 
-    def _curve(self, setup: Setup, base_bytes: int) -> Curve:
-        curve = memory_curve(setup)
-        return replace(curve, fixed_bytes=curve.fixed_bytes + base_bytes)
-
-    def _prove(self, setup: Setup, curve: Curve, limit_bytes: int) -> StageFit:
+    def _prove(self, setup: Setup, base_bytes: int, limit_bytes: int) -> StageFit:
         """Search by trials, from the forecast on."""
         name = "compiled" if setup.compiled else "eager"
         speeds: dict[int, float] = {}
@@ -242,8 +236,9 @@ class _Fitter:
                 speeds[size], peaks[size] = trial.tokens_per_s, trial.peak_bytes
             return trial
 
-        curve = _measured_curve(peaks) or curve
-        found = find_largest(self._sizes(), curve, limit_bytes, attempt)
+        need, measured = need_of(setup), _measured_curve(peaks)
+        forecast = measured.at if measured else lambda size: need.at(size) + base_bytes
+        found = find_largest(self._sizes(), forecast, limit_bytes, attempt)
         keep("peaks", peaks_key, peaks)
         if not found.size:
             return StageFit(0, trials=found.trial_count)
@@ -268,22 +263,25 @@ class _Fitter:
         best = max(speeds.values())
         return min(size for size, speed in speeds.items() if speed >= GOOD_AS_FASTEST * best)
 
-    def _what_would_fit(self, curves: list[Curve], limit_bytes: int) -> str:
-        needed = max(curve.at(1) for curve in curves)
-        half = replace(self._shape, block_size=max(self._shape.block_size // 2, 1))
-        narrow = replace(self._shape, n_embd=self._shape.n_embd // 2 or 1, n_head=1)
-        last = LADDER[-1]
-        options = {
-            f"--block_size={half.block_size}": half,
-            f"--n_embd={narrow.n_embd}": narrow,
+    def _what_would_fit(self, savers: Savers, base_bytes: int, limit_bytes: int) -> str:
+        """For who has tried everything: what one sequence needs, and what smaller ones would."""
+        shape = self._shape
+        smaller = {
+            f"--block_size={shape.block_size // 2}": replace(
+                shape, block_size=max(shape.block_size // 2, 1)
+            ),
+            f"--n_layer={shape.n_layer // 2}": replace(shape, n_layer=max(shape.n_layer // 2, 1)),
         }
-        told = []
-        for flag, shape in options.items():
-            curve = memory_curve(replace(self._setup, shape=shape, **asdict(last)))
-            told.append(f"{flag} would need {curve.at(1) / MIB:,.0f} MiB")
+
+        def needed(shape: GPTConfig) -> str:
+            setups = [replace(setup, shape=shape) for setup in self._stages(savers)]
+            size_bytes = max(need_of(setup).at(1) for setup in setups) + base_bytes
+            return f"{size_bytes / MIB:,.0f} MiB"
+
+        told = [f"{flag} would need {needed(other)}" for flag, other in smaller.items()]
         return (
-            f"not even one sequence fits: it needs about {needed / MIB:,.0f} MiB with all savers, "
-            f"{limit_bytes / MIB:,.0f} are usable; {', '.join(told)}"
+            f"not even one sequence fits: with all savers it needs about {needed(shape)}, "
+            f"{limit_bytes / MIB:,.0f} MiB are usable; {', '.join(told)}"
         )
 
 

@@ -46,12 +46,14 @@ def compiled_graphs(
     function: Callable[..., tuple[Tensor, ...]],
     inputs: Sequence[Tensor],
     *,
+    weights: int,
     outputs: int,
     activation_memory_budget: float,
 ) -> Graphs:
     """The graphs that inductor would be given, split as it splits them. All private APIs are here.
 
-    Each node's `stack_trace` is the line of the model it comes from.
+    The first `weights` of the inputs are there anyway. Each node's `stack_trace` is the line of the
+    model it comes from.
     """
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -71,7 +73,11 @@ def compiled_graphs(
         activation_memory_budget=activation_memory_budget, is_non_builtin_to_include=True
     ):
         forward, backward = min_cut_rematerialization_partition(
-            joint, joint_inputs, compiler="inductor", num_fwd_outputs=outputs
+            joint,
+            joint_inputs,
+            compiler="inductor",
+            num_fwd_outputs=outputs,
+            static_lifetime_input_indices=list(range(weights)),
         )
     return Graphs(forward.graph, backward.graph, evaluation.graph)
 

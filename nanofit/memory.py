@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig, Recompute
-from nanofit.allocator import Allocator
+from nanofit.allocator import Allocator, OutOfMemory
 from nanofit.cache import keep, recall
 from nanofit.config import TrainConfig
 from nanofit.device import Device
@@ -62,23 +62,23 @@ class Curve:
 
 def memory_curve(setup: Setup) -> Curve:
     """What any micro-batch needs, from two simulations; kept for the next time it is asked."""
+    if setup.optimizer_bits == 8:
+        curve = memory_curve(replace(setup, optimizer_bits=32))
+        return replace(curve, fixed_bytes=curve.fixed_bytes - _saved_by_8_bits(setup.shape))
     kept = recall("memory", setup)
     if kept is None:
         few, many = 2, 6  # one sequence alone would be off the line by some rounding
-        plain = replace(setup, optimizer_bits=32)
-        low, high = (simulate(plain, size).peak_bytes for size in (few, many))
+        low, high = (simulate(setup, size).peak_bytes for size in (few, many))
         slope = (high - low) // (many - few)
-        kept = low - few * slope - _saved_by_bits(setup), slope
+        kept = low - few * slope, slope
         keep("memory", setup, kept)
     return Curve(*kept)
 
 
-def _saved_by_bits(setup: Setup) -> int:
+def _saved_by_8_bits(shape: GPTConfig) -> int:
     """What 8-bit moments save: torchao's, with a scale for each 256 values, of larger tensors."""
-    if setup.optimizer_bits == 32:
-        return 0
     with torch.device("meta"):
-        sizes = [parameter.numel() for parameter in GPT(setup.shape).parameters()]
+        sizes = [parameter.numel() for parameter in GPT(shape).parameters()]
     saved = 2 * (4 - 1 - 4 / 256)
     return int(sum(saved * size for size in sizes if size >= 4096 and size % 256 == 0))
 
@@ -122,13 +122,17 @@ class Simulation:
             yield total
 
     def replay(self, *, limit_bytes: int | None = None, expandable_segments: bool) -> Allocator:
-        """The caching allocator after all of it; OutOfMemory if the limit does not suffice."""
+        """The caching allocator after all of it; OutOfMemory, and where, if it does not fit."""
         allocator = Allocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
-        for buffer, is_birth, _ in self.events:
-            if is_birth:
-                allocator.allocate(buffer, buffer.size_bytes)
-            else:
+        for buffer, is_birth, phase in self.events:
+            if not is_birth:
                 allocator.free(buffer)
+                continue
+            try:
+                allocator.allocate(buffer, buffer.size_bytes)
+            except OutOfMemory as error:
+                error.add_note(f"{phase}: {buffer.component}, {buffer.op}, {buffer.line}")
+                raise
         return allocator
 
 
@@ -140,10 +144,10 @@ def simulate(setup: Setup, micro_batch_size: int) -> Simulation:
     """
     device = Device(torch.device("cpu"), "simulated", getattr(torch, setup.dtype), None, None)
     trace = MemoryTrace()
-    graphs = _graphs(setup, micro_batch_size, device) if setup.compiled else None
+    graphs = graphs_of(setup, micro_batch_size, device) if setup.compiled else None
     anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
-    with FakeTensorMode(), anomaly, _AsOnCuda(), trace:
-        model = _model(setup)
+    with FakeTensorMode(), anomaly, AsOnCuda(), trace:
+        model = model_of(setup)
         if graphs:
             model.forward = CompiledStandIn(
                 model, graphs, trace, returns_logits=setup.returns_logits
@@ -155,7 +159,7 @@ def simulate(setup: Setup, micro_batch_size: int) -> Simulation:
                 model,
                 optimizer,
                 scaler,
-                _micro_batches(setup.shape, micro_batch_size),
+                fake_micro_batches(setup.shape, micro_batch_size),
                 device=device,
                 ranks=Ranks(),
                 lr=1e-3,
@@ -163,12 +167,12 @@ def simulate(setup: Setup, micro_batch_size: int) -> Simulation:
                 seed=0,
             )
         with suppress(DataDependentOutputException):  # a fake loss has no value to return
-            batches = _micro_batches(setup.shape, micro_batch_size)
+            batches = fake_micro_batches(setup.shape, micro_batch_size)
             evaluate(model, batches, device=device, ranks=Ranks())
     return Simulation(trace.events)
 
 
-def _model(setup: Setup) -> GPT:
+def model_of(setup: Setup) -> GPT:
     recompute = "off" if setup.compiled else setup.recompute
     model = GPT(setup.shape, loss=setup.loss, recompute=recompute)
     if setup.returns_logits:
@@ -184,9 +188,9 @@ class _KeepLogits:
         return F.cross_entropy(self.logits, targets, ignore_index=-1)
 
 
-def _graphs(setup: Setup, size: int, device: Device) -> Graphs:
-    with FakeTensorMode(), _AsOnCuda():
-        model = _model(setup)
+def graphs_of(setup: Setup, size: int, device: Device) -> Graphs:
+    with FakeTensorMode(), AsOnCuda():
+        model = model_of(setup)
         names = [name for name, _ in model.named_parameters()]
         tied = {"lm_head.weight": "transformer.wte.weight"}
 
@@ -198,22 +202,23 @@ def _graphs(setup: Setup, size: int, device: Device) -> Graphs:
                 loss = torch.func.functional_call(model, by_name, (idx, targets))
             return (model.loss.logits, loss) if setup.returns_logits else (loss,)
 
-        batch = next(_micro_batches(setup.shape, size))
+        batch = next(fake_micro_batches(setup.shape, size))
         return compiled_graphs(
             forward,
             [*model.parameters(), batch.idx, batch.targets.clone()],
+            weights=len(names),
             outputs=2 if setup.returns_logits else 1,
             activation_memory_budget=setup.activation_memory_budget,
         )
 
 
-def _micro_batches(shape: GPTConfig, size: int) -> Iterator[MicroBatch]:
+def fake_micro_batches(shape: GPTConfig, size: int) -> Iterator[MicroBatch]:
     for _ in range(2):
         tokens = torch.zeros(size, shape.block_size + 1, dtype=torch.int64)
         yield MicroBatch(tokens[:, :-1].clamp(min=0), tokens[:, 1:], 0.5)
 
 
-class _AsOnCuda(torch.overrides.TorchFunctionMode):
+class AsOnCuda(torch.overrides.TorchFunctionMode):
     """On CUDA dropout keeps a mask of bytes, and attention needs no more memory for its own."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

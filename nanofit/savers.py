@@ -1,4 +1,4 @@
-"""What can be traded for memory: the savers, what a step needs with them, what time they cost."""
+"""What can be traded for memory: the savers, what a step needs with them, and what they cost."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,13 +17,13 @@ from torch.utils.flop_counter import (
 from nanofit.cache import keep, recall
 from nanofit.device import Device
 from nanofit.memory import (
+    AsOnCuda,
     Curve,
     Setup,
-    _AsOnCuda,
-    _graphs,
-    _micro_batches,
-    _model,
+    fake_micro_batches,
+    graphs_of,
     memory_curve,
+    model_of,
     simulate,
 )
 
@@ -110,8 +110,8 @@ def step_flops(setup: Setup) -> int:
 def _eager_flops(setup: Setup) -> int:
     device = _simulated(setup)
     counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
-    with FakeTensorMode(), _AsOnCuda():
-        model, batch = _model(setup), next(_micro_batches(setup.shape, _SEQUENCES))
+    with FakeTensorMode(), AsOnCuda():
+        model, batch = model_of(setup), next(fake_micro_batches(setup.shape, _SEQUENCES))
         with counter:
             with device.autocast():
                 loss = model(batch.idx, batch.targets)
@@ -120,7 +120,7 @@ def _eager_flops(setup: Setup) -> int:
 
 
 def _compiled_flops(setup: Setup) -> int:
-    forward, backward, _ = _graphs(setup, _SEQUENCES, _simulated(setup))
+    forward, backward, _ = graphs_of(setup, _SEQUENCES, _simulated(setup))
     return sum(_flops(node) for graph in (forward, backward) for node in graph.nodes)
 
 

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanofit.memory import Curve
-
 MOST_FILLER = 0.02  # of a step's sequences, where a micro-batch does not divide them
 SMALL_DIVISOR = 0.75  # of an inexact size: no smaller loss of size is worth filler
 FORECAST_ERROR = 0.05  # that a forecast is trusted not to exceed, once it was wrong
@@ -47,7 +45,10 @@ def sizes_for(sequences: int) -> list[int]:
 
 
 def find_largest(
-    sizes: Sequence[int], forecast: Curve, limit_bytes: int, attempt: Callable[[int], Trial]
+    sizes: Sequence[int],
+    forecast: Callable[[int], float],
+    limit_bytes: int,
+    attempt: Callable[[int], Trial],
 ) -> Found:
     """Try the size that should fit, then go up or down by what was measured.
 
@@ -58,7 +59,9 @@ def find_largest(
 
 
 class _Search:
-    def __init__(self, sizes: Sequence[int], forecast: Curve, limit_bytes: int, attempt: Callable):
+    def __init__(
+        self, sizes: Sequence[int], forecast: Callable, limit_bytes: int, attempt: Callable
+    ):
         self._sizes, self._forecast = sizes, forecast
         self._limit, self._attempt = limit_bytes, attempt
         self._survived, self._died = -1, len(sizes)  # indices that enclose the answer
@@ -95,7 +98,7 @@ class _Search:
         """Where the limit should be; after a miss on the safe side of it, then half-way."""
         if self._misses > 1 or (self._misses and self._peaks):
             return (self._survived + self._died) // 2
-        room = self._limit / (1 + FORECAST_ERROR) if self._misses else self._limit
+        room = self._limit * (1 - FORECAST_ERROR if self._misses else 1)
         fitting = [i for i, size in enumerate(self._sizes) if self._estimate(size) <= room]
         guess = fitting[-1] if fitting else 0
         return min(max(guess, self._survived + 1), self._died - 1)
@@ -103,22 +106,23 @@ class _Search:
     def _next_is_too_large(self) -> bool:
         if self._survived < 0:
             return False
-        return self._estimate(self._sizes[self._survived + 1]) > self._limit
+        return self._estimate(self._sizes[self._survived + 1], trust=self._trust()) > self._limit
 
-    def _estimate(self, size: int) -> float:
+    def _estimate(self, size: int, trust: float = 1.0) -> float:
         """Memory of a size, from the largest measured one and the slope."""
         if not self._peaks:
-            return self._forecast.at(size)
-        largest = max(self._peaks)
-        return self._peaks[largest] + (size - largest) * self._slope(largest)
-
-    def _slope(self, largest: int) -> float:
-        """As measured; from one size alone as forecast, or less if the forecast was wrong there."""
-        smallest = min(self._peaks)
+            return self._forecast(size)
+        smallest, largest = min(self._peaks), max(self._peaks)
         if smallest < largest:
-            return (self._peaks[largest] - self._peaks[smallest]) / (largest - smallest)
-        error = abs(self._peaks[largest] / self._forecast.at(largest) - 1)
-        return self._forecast.bytes_per_sequence * max(1 - 2 * error, 0)
+            slope = (self._peaks[largest] - self._peaks[smallest]) / (largest - smallest)
+        else:
+            slope = trust * (self._forecast(largest + 1) - self._forecast(largest))
+        return self._peaks[largest] + (size - largest) * slope
+
+    def _trust(self) -> float:
+        """How much of the forecast slope is certain, seeing how wrong it was where measured."""
+        largest = max(self._peaks)
+        return max(1 - 2 * abs(self._peaks[largest] / self._forecast(largest) - 1), 0)
 
     def _reason(self) -> str:
         if self._survived + 1 == len(self._sizes):

@@ -47,7 +47,7 @@ def test_search_finds_what_trying_all_sizes_finds(machine, sequences, fixed_erro
     fixed, slope, limit = machine
     found = find_largest(
         sizes_for(sequences),
-        Curve(fixed * (1 + fixed_error), slope * (1 + fixed_error / 2)),
+        Curve(fixed * (1 + fixed_error), slope * (1 + fixed_error / 2)).at,
         limit,
         lambda size: Outcome(peak if (peak := fixed + slope * size) <= limit else None),
     )
@@ -64,7 +64,7 @@ def test_good_forecast_needs_one_trial_and_its_checks_near_the_limit(machine):
         peak = fixed + slope * size
         return Outcome(peak if peak <= limit else None)
 
-    found = find_largest(sizes, Curve(fixed, slope), limit, attempt)
+    found = find_largest(sizes, Curve(fixed, slope).at, limit, attempt)
     assert len(found.trials) == 1
     is_near = fixed + slope * found.size > 0.97 * limit
     assert found.trial_count == (3 if found.size and is_near else 1)
@@ -79,12 +79,14 @@ def test_forecast_within_five_percent_needs_at_most_three_sizes(machine, error):
         return Outcome(peak if peak <= limit else None)
 
     forecast = Curve(fixed * error, slope * error)
-    assert len(find_largest(sizes_for(480), forecast, limit, attempt).trials) <= 3
+    assert len(find_largest(sizes_for(480), forecast.at, limit, attempt).trials) <= 3
 
 
 def test_size_that_survives_only_by_luck_near_the_limit_is_given_up():
     answers = {16: iter([990, None]), 15: iter([940])}
-    found = find_largest([15, 16], Curve(190, 50), 1000, lambda size: Outcome(next(answers[size])))
+    found = find_largest(
+        [15, 16], Curve(190, 50).at, 1000, lambda size: Outcome(next(answers[size]))
+    )
     assert found.size == 15
     assert "16 died" in found.why
 
@@ -92,13 +94,13 @@ def test_size_that_survives_only_by_luck_near_the_limit_is_given_up():
 def test_hopeless_forecast_costs_a_logarithmic_number_of_trials():
     sizes = list(range(1, 1025))
     found = find_largest(
-        sizes, Curve(0, 1), 10_000, lambda size: Outcome(100 * size if size <= 100 else None)
+        sizes, Curve(0, 1).at, 10_000, lambda size: Outcome(100 * size if size <= 100 else None)
     )
     assert found.size == 100
     assert found.trial_count <= 2 + 10 + 4
 
 
 def test_nothing_survives():
-    found = find_largest(sizes_for(8), Curve(0, 1), 10, lambda _: Outcome(None))
+    found = find_largest(sizes_for(8), Curve(0, 1).at, 10, lambda _: Outcome(None))
     assert found.size == 0
     assert found.trial_count <= 4
