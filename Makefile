@@ -33,7 +33,7 @@ bench-generate: .venv/installed  ## sampling with and without the key-value cach
 bench-memory: .venv/installed  ## what fits a 12 GB card, simulated: nanoGPT's way, ours, each saver
 	$(BIN)/python bench/memory.py
 
-bench-autofit: .venv/installed-extras  ## finding a micro-batch, ours against accelerate's and others' ways
+bench-autofit: .venv/installed-bench  ## finding a micro-batch, ours against accelerate's and others' ways
 	$(BIN)/python bench/autofit.py
 
 bench-prepare: .venv/installed-extras  ## prepare SHARD=..., ours against nanoGPT's and llm.c's ways
@@ -55,6 +55,10 @@ clean:  ## remove what make demo made, but not the installed packages
 
 .venv/installed-extras: .venv/installed requirements-extras.txt
 	$(INSTALL) -r requirements-extras.txt
+	touch $@
+
+.venv/installed-bench: .venv/installed requirements-bench.txt requirements-extras.txt
+	$(INSTALL) -r requirements-bench.txt
 	touch $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt requirements-extras.txt

@@ -280,10 +280,10 @@ def composer(room_bytes: int) -> dict:
                 try_size(search, size)
                 return size
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                if size == 1 or not is_out_of_memory(error):
                     raise
             gc.collect()
-            size = max(size // 2, 1)
+            size //= 2
 
     return timed(search, train, room_bytes)
 
@@ -377,7 +377,7 @@ def timed(search: Search, choose: Callable[[], int], room_bytes: int) -> dict:
     started = time.monotonic()
     try:
         search.size = choose()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # Lightning goes on to a batch of 0
         print(f"gave up: {error}", file=sys.stderr)
     search.seconds = time.monotonic() - started
     return asdict(search)

@@ -211,6 +211,14 @@ def test_step_lives_under_its_own_peak_and_dies_under_less(expandable):
     assert 0 <= limit - death.value.reserved_bytes < LARGE_SEGMENT
 
 
+def test_death_is_told_with_the_phase_and_the_line_that_asked_for_too_much():
+    simulation = simulate(Setup(SMALL, loss="full"), 8)
+    with pytest.raises(OutOfMemory) as death:
+        simulation.replay(limit_bytes=simulation.peak_bytes - 1, expandable_segments=True)
+    (place,) = death.value.__notes__
+    assert place.startswith("backward: logits and loss, aten::_log_softmax_backward_data, loss.py:")
+
+
 def test_memory_curve_is_recalled_in_another_process(tmp_path):
     curve = memory_curve(Setup(TINY))
     files = list((tmp_path / "nanofit" / "memory").iterdir())
