@@ -6,8 +6,7 @@ One small model on one CPU thread under limits of the process' data, so that mem
 out. The limits leave rooms in geometric order, from one sequence to about a hundred. Each way
 runs in a process of its own; all get the same room beyond what their process holds before there
 is a model, so that no library pays for its imports. What truly fits is found by trying every size
-around the edge. Answers are kept in the folder: if it is given, a bench that was interrupted goes
-on from there.
+around the edge. Answers are kept in the folder; given that of an interrupted bench, it goes on.
 """
 
 import argparse
@@ -82,15 +81,16 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(CHILDREN[arguments.child](**json.loads(arguments.order))))
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        ask = Answers(arguments.folder or Path(scratch))
-        base_bytes = ask("base")
-        for room in WARMING_ROOMS:
-            ask(OURS_WARM, limit_bytes=base_bytes + room)
-        cases = [
-            look_at(ask, base_bytes, limit_bytes, arguments)
-            for limit_bytes in limits(arguments.limits, base_bytes)
-        ]
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="bench-autofit-"))
+    print(f"to go on after an interruption: --folder {folder}", file=sys.stderr)
+    ask = Answers(folder)
+    base_bytes = ask("base")
+    for room_bytes in WARMING_ROOMS:
+        ask(OURS_WARM, limit_bytes=base_bytes + room_bytes)
+    cases = [
+        look_at(ask, base_bytes, limit_bytes, arguments)
+        for limit_bytes in limits(arguments.limits, base_bytes)
+    ]
     print_machine()
     print_ways(cases)
     print_cases(cases, base_bytes)
@@ -102,7 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limits", type=int, default=8)
     parser.add_argument("--rechecks", type=int, default=20, help="of the sizes autofit chose")
     parser.add_argument("--peer_rechecks", type=int, default=5, help="of other sizes")
-    parser.add_argument("--folder", type=Path, help="of kept answers (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, help="of kept answers (default: a new one)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--order", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils.checkpoint import CheckpointPolicy
 
 from model import GPT
 from nanofit.device import Device
@@ -19,9 +22,24 @@ def compile_in_place(model: GPT, activation_memory_budget: float = 1.0) -> None:
     which the budget is the part of the activations to keep.
     """
     torch._functorch.config.activation_memory_budget = activation_memory_budget
-    torch._functorch.config.is_non_builtin_to_include = True  # else the loss is computed twice
+    torch._inductor.config.joint_custom_pre_pass = _KeepLoss()
     model.recompute = "off"
     model.compile(dynamic=False)
+
+
+def keep_loss(graph: fx.Graph) -> None:
+    """Forbid to compute the loss again: its gradients, made along with it, are kept."""
+    for node in graph.nodes:
+        if node.target is torch.ops.nanofit.loss_sum.default:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+class _KeepLoss(CustomGraphPass):
+    def __call__(self, graph: fx.Graph) -> None:
+        keep_loss(graph)
+
+    def uuid(self) -> str:
+        return "nanofit.compiler.keep_loss"  # for the compile cache
 
 
 def uncompile(model: GPT, recompute: str) -> None:

@@ -13,8 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import (
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from nanofit.allocator import rounded
+from nanofit.compiler import keep_loss
 from nanofit.trace import (
     Buffer,
     MemoryTrace,
@@ -34,6 +40,17 @@ _OPAQUE = _SCATTERS | {
     "embedding_dense_backward",
 }
 _MANY_READS = 4  # inductor stores a value used twice rather than repeat as many reads
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+def _attention_flops(queries, keys, values, *_, **__) -> int:
+    """torch knows this of attention on CUDA alone, and takes to repeat it on a CPU to be free."""
+    return sdpa_flop_count(queries, keys, values)
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def _attention_backward_flops(d_out, queries, keys, values, *_, **__) -> int:
+    return sdpa_backward_flop_count(d_out, queries, keys, values)
 
 
 class Graphs(NamedTuple):
@@ -69,9 +86,8 @@ def compiled_graphs(
             for joint in (True, False)
         )
     joint_inputs = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
-    with config.patch(
-        activation_memory_budget=activation_memory_budget, is_non_builtin_to_include=True
-    ):
+    keep_loss(joint.graph)
+    with config.patch(activation_memory_budget=activation_memory_budget):
         forward, backward = min_cut_rematerialization_partition(
             joint,
             joint_inputs,

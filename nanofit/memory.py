@@ -67,7 +67,9 @@ def memory_curve(setup: Setup) -> Curve:
         return replace(curve, fixed_bytes=curve.fixed_bytes - _saved_by_8_bits(setup.shape))
     kept = recall("memory", setup)
     if kept is None:
-        few, many = 2, 6  # one sequence alone would be off the line by some rounding
+        # One sequence alone would be off the line by some rounding; and with a budget it takes
+        # more of them until it does not depend on their number what is kept.
+        few, many = (2, 6) if setup.activation_memory_budget == 1 else (8, 16)
         low, high = (simulate(setup, size).peak_bytes for size in (few, many))
         slope = (high - low) // (many - few)
         kept = low - few * slope, slope
