@@ -85,10 +85,7 @@ def _(hidden, weight, targets, dtype, with_gradients):
 
 @register_flop_formula(torch.ops.nanofit.loss_sum)
 def _flops(hidden_shape, weight_shape, targets_shape, dtype, with_gradients, **_) -> int:
-    """What the loss costs, so that a memory budget does not compute it again in the backward pass.
-
-    torch asks only where `is_non_builtin_to_include` is set with `activation_memory_budget`.
-    """
+    """For FLOP counters, which do not look into the op."""
     products = 3 if with_gradients else 1
     return products * 2 * hidden_shape[0] * weight_shape[0] * weight_shape[1]
 

@@ -92,7 +92,7 @@ def extra_time(setup: Setup) -> float:
 
 
 def step_flops(setup: Setup) -> int:
-    """FLOPs of products and attention for two sequences, forward and backward."""
+    """FLOPs of products and attention for eight sequences, forward and backward."""
     setup = replace(setup, optimizer_bits=32)  # counts for nothing here
     kept = recall("flops", setup)
     if kept is None:

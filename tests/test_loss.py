@@ -5,13 +5,11 @@
 
 import pytest
 import torch
-from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, GPTConfig
 from nanofit.loss import chunk_rows, chunked_loss, full_loss
 
 ROWS, WIDTH, VOCABULARY = 1200, 96, 3001
@@ -89,27 +87,6 @@ def test_each_product_is_done_once_and_in_evaluation_only_the_first():
         with FakeTensorMode(), FlopCounterMode(display=False) as stated:
             torch.ops.nanofit.loss_sum(*inputs(), torch.float32, with_gradients)
         assert stated.get_total_flops() == counted.get_total_flops()
-
-
-def test_compiled_loss_runs_once_however_small_the_memory_budget():
-    shape = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
-    idx = torch.randint(0, 512, (4, 64))
-    model = GPT(shape)
-    model(idx, idx).backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    budget = {"activation_memory_budget": 0.3, "is_non_builtin_to_include": True}
-    partition = {"backend": "aot_eager_decomp_partition", "fullgraph": True, "dynamic": False}
-    compiled = torch.compile(model, **partition)
-    with functorch_config.patch(budget):
-        compiled(idx, idx).backward()
-    model.zero_grad(set_to_none=True)
-    with torch.profiler.profile() as profile:
-        compiled(idx, idx).backward()
-    calls = [event for event in profile.events() if event.name == "nanofit::loss_sum"]
-    assert len(calls) == 1
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name])
 
 
 def test_simulation_sees_the_chunk_buffers():

@@ -7,7 +7,7 @@ from model import GPT
 from nanofit.memory import Setup
 from nanofit.savers import extra_time, need_of, savers_of, step_flops, without_savers
 
-SEQUENCES = 2
+SEQUENCES = 8
 
 
 @pytest.fixture(autouse=True)
