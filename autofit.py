@@ -27,6 +27,7 @@ from nanofit.explain import budget_of, dtype_of, explain, show
 from nanofit.fit import find_fit
 from nanofit.picture import figure_class, save_png
 from nanofit.terminal import FlagParser, InputError, parse_size, run_script
+from nanofit.trial import share_compile_cache
 
 
 def main(argv: Sequence[str]) -> None:
@@ -48,6 +49,7 @@ def _fit(asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: R
             f"there is no limit to fit on {device.name}: give --memory_limit=8GB, or see what a "
             'card would bear with --explain --gpu "RTX 4070"'
         )
+    share_compile_cache()
     fit = find_fit(shape, learn, replace(run, autofit=True, eval_only=False), device, Ranks())
     if asked.json:
         print(json.dumps(fit.as_dict(), indent=2))

@@ -16,7 +16,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +27,14 @@ from torch import nn
 
 from model import GPT, GPTConfig
 from nanofit.config import RunConfig, TrainConfig, load_config
-from nanofit.device import Card, Device, describe_device, find_card, known_card
+from nanofit.device import (
+    Card,
+    Device,
+    describe_device,
+    find_card,
+    is_out_of_memory,
+    known_card,
+)
 from nanofit.dist import Ranks
 from nanofit.explain import budget_of, dtype_of
 from nanofit.footprint import footprint_curve
@@ -73,6 +79,7 @@ def main(argv: Sequence[str]) -> None:
         run=run,
         data=data,
         speed=speed,
+        gpu=asked.gpu,
     )
     if asked.json:
         print(json.dumps(plan.as_json(), indent=2))
@@ -104,6 +111,7 @@ class Plan:
     run: RunConfig
     data: Data
     speed: Speed
+    gpu: str | None  # the card asked for; None: the one that is here
 
     @property
     def forecast(self) -> Forecast:
@@ -307,7 +315,14 @@ def _measure(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Speed:
     device = describe_device(run.device, run.dtype)
     print(f"trying some real steps on {device.name} ...", file=sys.stderr)
     model = GPT(shape, loss=run.loss).to(device.torch_device)
-    tokens_per_s, sequences = _try_steps(model, learn, device)
+    try:
+        tokens_per_s, sequences = _try_steps(model, learn, device)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise InputError(
+                f"not even one sequence fits on {device.name}; autofit.py --explain tells more"
+            ) from error
+        raise
     source = (
         f"measured here: {device.name}, {device.precision}, real training steps on micro-batches "
         f"of {sequences} × {shape.block_size} random tokens"
@@ -336,9 +351,12 @@ def _try_steps(model: GPT, learn: TrainConfig, device: Device) -> tuple[float, i
     one_s = step(_random_batches(shape, 1, 1, device))
     sequences = max(min(learn.batch_size, int(TRIAL_S / 2 / one_s)), 1)
     while True:
-        with suppress(torch.OutOfMemoryError):
+        try:
             micro_s = step(_random_batches(shape, sequences, 1, device))
             break
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or sequences == 1:
+                raise
         sequences //= 2
     passes = max(min(learn.gradient_accumulation_steps, int(TRIAL_S / micro_s)), 1)
     done, seconds = 0, 0.0
@@ -483,13 +501,10 @@ def _asked_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _memory_row(plan: Plan) -> str | None:
     """What a step takes, and the micro-batches that autofit should find; by arithmetic."""
-    card = plan.speed.card
-    budget = budget_of(card and card.name, None, plan.run)
+    budget = budget_of(plan.gpu, None, plan.run)
     if budget is None:
         return None
-    eager = Setup(
-        plan.model.config, dtype=dtype_of(card and card.name, plan.run), loss=plan.run.loss
-    )
+    eager = Setup(plan.model.config, dtype=dtype_of(plan.gpu, plan.run), loss=plan.run.loss)
     sizes, told = sizes_for(plan.learn.sequences_per_step), []
     for setup in (eager, replace(eager, compiled=True))[: 1 + plan.run.compile]:
         stage, curve = "compiled" if setup.compiled else "eager", footprint_curve(setup)

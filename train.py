@@ -42,7 +42,7 @@ from nanofit.spikes import watch_for_spikes
 from nanofit.stages import Stages
 from nanofit.step import UpdateInterrupted, evaluate, train_step
 from nanofit.stop import Stop, watch_for_stop
-from nanofit.terminal import InputError, compact, run_script
+from nanofit.terminal import InputError, compact, first_line, run_script
 from nanofit.trial import share_compile_cache
 
 MOST_ROLLBACKS = 3  # to one checkpoint: what goes wrong after that is not the data's fault
@@ -105,7 +105,6 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
             model,
             fit.plan(run.compile_after if run.compile else None),
             sizes_for(share),
-            reached=progress.stage,
             device=device,
             ranks=ranks,
             event=log.event,
@@ -115,7 +114,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
         while True:
             step, stopping = progress.step, ranks.any(stop.requested)
             ending = stopping or step == learn.max_iters
-            progress = replace(progress, seconds=log.seconds, stage=stages.stage)
+            progress = replace(progress, seconds=log.seconds)
             if ranks.any(log.diverged(look=ending or _is_kept(step, learn, run))):
                 progress = _recover(progress, run, partial(go_back, learn), save, ranks, log)
                 continue
@@ -133,8 +132,13 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
             try:
                 loss, grad_norm = stages.run(step, attempt)
             except UpdateInterrupted as error:
-                stages.interrupted(step, error)
+                interruption = first_line(error)
+            else:
+                interruption = None
+            if interruption:  # out of the except, which keeps the memory of the failed step
+                stages.interrupted(step, interruption)
                 progress = replace(go_back(learn), seconds=log.seconds)
+                log.event(progress.step, "went back", reason=interruption)
                 continue
             log.stepped(step, loss, grad_norm, lr_at(step, learn))
             progress = replace(progress, step=step + 1)
@@ -416,11 +420,12 @@ def _go_back(
     learn: TrainConfig,
 ) -> Progress:
     """Put the run back to its newest checkpoint, or to its beginning if there is none yet."""
+    model, optimizer, scaler = learner
+    optimizer.state.clear()  # to make room for what is loaded
     if checkpoints.exist():
         return checkpoint.unpack(checkpoints.load(shape, learn, say), *learner)
-    model, optimizer, scaler = learner
     model.load_state_dict(_build_model(shape, learn, run, None).state_dict())
-    optimizer.state.clear()
+    optimizer.param_groups[0].pop("spike_memory", None)
     if scaler.is_enabled():
         scaler.load_state_dict(torch.amp.GradScaler(device="cpu").state_dict())
     return Progress()

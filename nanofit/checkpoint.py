@@ -34,7 +34,6 @@ class Progress:
     step: int = 0
     best_val_loss: float = float("inf")
     seconds: float = 0.0
-    stage: str = "eager"
     rollbacks: tuple[tuple[int, int], ...] = ()  # (step gone back to, steps of data left out)
 
     @property
@@ -146,7 +145,6 @@ def pack(
         "sequences_seen": progress.step * sequences_per_step,
         "best_val_loss": progress.best_val_loss,
         "seconds": progress.seconds,
-        "stage": progress.stage,
         "rollbacks": progress.rollbacks,
         "tokenizer": "gpt2",
         "torch": str(torch.__version__),
@@ -168,7 +166,6 @@ def unpack(
         step=content["iter_num"],
         best_val_loss=content["best_val_loss"],
         seconds=content["seconds"],
-        stage=content.get("stage", "eager"),
         rollbacks=content.get("rollbacks", ()),
     )
 

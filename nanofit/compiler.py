@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -48,15 +48,16 @@ def uncompile(model: GPT, recompute: str) -> None:
     model.recompute = recompute
 
 
-def disagreement(model: GPT, batch: MicroBatch, device: Device) -> str | None:
+def disagreement(model: GPT, batch: MicroBatch, device: Device, *, rows: int) -> str | None:
     """What is wrong with a compiled model, after all that a run does, but for its update.
 
+    The eager model, for which the micro-batch may be too large, gets `rows` of it at a time.
     Weights and optimiser are left as they are, so this may fail at no cost.
     """
     try:
         with _bare(model):
-            eager = _evaluation_loss(model, batch, device)
-        compiled = _evaluation_loss(model, batch, device)
+            eager = _eager_loss(model, batch, device, rows)
+        compiled = _evaluation_loss(model, batch.idx, batch.targets, device)
         with device.autocast():
             loss = model(batch.idx, batch.targets)
         loss.backward()
@@ -77,10 +78,20 @@ def _bare(model: GPT) -> Iterator[None]:
         model._compiled_call_impl = compiled
 
 
+def _eager_loss(model: GPT, batch: MicroBatch, device: Device, rows: int) -> float:
+    total, count = 0.0, 0
+    for idx, targets in zip(batch.idx.split(rows), batch.targets.split(rows), strict=True):
+        counted = (targets >= 0).sum().item()
+        if counted:  # else these rows only fill up the micro-batch
+            total += counted * _evaluation_loss(model, idx, targets, device)
+            count += counted
+    return total / count
+
+
 @torch.no_grad()
-def _evaluation_loss(model: GPT, batch: MicroBatch, device: Device) -> float:
+def _evaluation_loss(model: GPT, idx: Tensor, targets: Tensor, device: Device) -> float:
     model.eval()
     with device.autocast():
-        loss = model(batch.idx, batch.targets).item()
+        loss = model(idx, targets).item()
     model.train()
     return loss

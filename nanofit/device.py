@@ -272,7 +272,8 @@ def _own(field: str) -> int:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return 0
-    return int(re.search(rf"{field}:\s*(\d+) kB", status)[1]) * 1024
+    found = re.search(rf"{field}:\s*(\d+) kB", status)
+    return int(found[1]) * 1024 if found else 0
 
 
 _OUT_OF_MEMORY_SIGNS = (

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from nanofit.terminal import InputError
 
-class OtherProcessFailed(Exception):
+
+class OtherProcessFailed(InputError):
     """This process could have gone on, but another could not."""
+
+    is_known_elsewhere = True
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def budget_of(gpu: str | None, vram_bytes: int | None, run: RunConfig) -> Budget
         return Budget(card.name, vram_bytes or card.memory_mib * 2**20, None, run)
     if vram_bytes is not None:
         return Budget("a card of this size", vram_bytes, None, run)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or run.device in ("cpu", "mps"):
         return None
     device = describe_device("cuda" if run.device == "auto" else run.device)
     used = device.memory_bytes - device.memory().free_bytes()

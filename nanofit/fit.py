@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class Fit:
             for name, stage in stages
         )
         trials = sum(stage.trials for _, stage in stages)
-        source = "remembered from" if self.is_remembered else "survived"
+        source = "remembered from" if self.is_remembered else "proven by"
         many = "s" if trials > 1 else ""
         yield f"sure    {source} {trials} trial{many} of two real steps, {self.seconds:.0f} s"
 
@@ -133,8 +134,14 @@ def find_fit(
     return replace(
         fit,
         eager=replace(fit.eager, size=ranks.least(fit.eager.size)),
-        compiled=fit.compiled and replace(fit.compiled, size=ranks.least(fit.compiled.size)),
+        compiled=_least_of_all(fit.compiled, ranks),
     )
+
+
+def _least_of_all(stage: StageFit | None, ranks: Ranks) -> StageFit | None:
+    """The smallest size of a stage; None if any process has none."""
+    size = ranks.least(stage.size if stage else 0)
+    return replace(stage, size=size) if size else None
 
 
 def usable_bytes(free_bytes: int, run: RunConfig) -> int:
@@ -169,6 +176,7 @@ class _Fitter:
         key = self._key(given, limit_bytes)
         if kept := recall("fit", key):
             return _fit_from(kept)
+        self._say("autofit: forecasting the memory of a step")
         fit = self._climb(given, limit_bytes, base_bytes)
         fit = replace(fit, seconds=time.monotonic() - started)
         keep("fit", key, asdict(fit))
@@ -182,8 +190,12 @@ class _Fitter:
         limits = [usable_bytes(look.free_bytes, self._run)] if look.free_bytes else []
         if self._run.memory_limit is not None:
             limits.append(parse_size(self._run.memory_limit))
+        if not limits:
+            raise InputError(f"{self._name} has no free memory; end what uses it, or wait")
         base_bytes = look.used_bytes + (LIBRARY_BYTES if self._device.type == "cuda" else 0)
-        return min(limits), base_bytes
+        # What is free changes all the time: a fit is for a class of it, so it can be remembered.
+        step = FREE_CLASS_BYTES if self._run.memory_limit is None else 1
+        return min(limits) // step * step, base_bytes
 
     def _key(self, given: Savers, limit_bytes: int) -> tuple:
         run = self._run
@@ -197,23 +209,41 @@ class _Fitter:
             self._device.name,
             self._device.driver,
             torch.get_num_threads(),
-            limit_bytes // FREE_CLASS_BYTES if run.memory_limit is None else limit_bytes,
+            limit_bytes,
         )
 
     def _climb(self, given: Savers, limit_bytes: int, base_bytes: int) -> Fit:
-        """The cheapest savers that suffice, and what fits with them."""
+        """The cheapest savers that suffice, or else those with which most fits."""
         wanted = min(self._learn.batch_size, self._share) if self._run.savers == "auto" else 1
-        rungs = [given, *(rung for rung in LADDER if _saves_more(rung, given))]
+        rungs, fitting = self._rungs(given), {}
         for rung in rungs:
-            setups, room_bytes = self._stages(rung), limit_bytes - base_bytes
-            fitting = min(need_of(setup).largest(room_bytes) for setup in setups)
-            if fitting < wanted and rung is not rungs[-1]:
-                continue
-            stages = [self._prove(setup, base_bytes, limit_bytes) for setup in setups]
-            if all(stage.size for stage in stages):
-                compiled = stages[1] if self._run.compile else None
-                return Fit(stages[0], compiled, rung, limit_bytes)
+            needs = [need_of(setup) for setup in self._stages(rung)]
+            fitting[rung] = min(need.largest(limit_bytes - base_bytes) for need in needs)
+            if fitting[rung] >= wanted:
+                break
+        for rung in sorted(fitting, key=lambda rung: -min(fitting[rung], wanted)):
+            eager, *compiled = self._stages(rung)
+            eager_fit = self._prove(eager, base_bytes, limit_bytes)
+            if eager_fit.size:
+                compiled_fit = compiled and self._prove_compiled(*compiled, base_bytes, limit_bytes)
+                return Fit(eager_fit, compiled_fit or None, rung, limit_bytes)
         raise InputError(self._what_would_fit(rungs[-1], base_bytes, limit_bytes))
+
+    def _rungs(self, given: Savers) -> list[Savers]:
+        """What is given, and what saves more than that and is possible here."""
+        position = LADDER.index(given) if given in LADDER else 0
+        can_quantize = find_spec("torchao") is not None and self._run.on_spike != "skip"
+        higher = LADDER[position + 1 :]
+        return [given, *(rung for rung in higher if rung.optimizer_bits == 32 or can_quantize)]
+
+    def _prove_compiled(self, setup: Setup, base_bytes: int, limit_bytes: int) -> StageFit | None:
+        """None where it does not work out: the run will find that out for itself, and go on."""
+        try:
+            found = self._prove(setup, base_bytes, limit_bytes)
+        except InputError as error:
+            self._say(f"autofit: no size for the compiled stage: {error}")
+            return None
+        return found if found.size else None
 
     def _stages(self, savers: Savers) -> list[Setup]:
         eager = replace(self._setup, **asdict(savers))
@@ -229,6 +259,8 @@ class _Fitter:
         def attempt(size: int) -> TrialResult:
             self._say(f"autofit {name}: trying {size} sequences at once")
             trial = run_trial(setup, size, device=self._name, limit_bytes=limit_bytes)
+            if trial.peak_bytes is None and not trial.is_too_large:
+                raise InputError(f"a trial failed: {trial.reason}")
             slower = [speed for one, speed in speeds.items() if one < size]
             if trial.peak_bytes and slower and trial.tokens_per_s < CLIFF * max(slower):
                 trial = replace(trial, peak_bytes=None, reason="memory spilled: it was far slower")
@@ -281,7 +313,7 @@ class _Fitter:
         told = [f"{flag} would need {needed(other)}" for flag, other in smaller.items()]
         return (
             f"not even one sequence fits: with all savers it needs about {needed(shape)}, "
-            f"{limit_bytes / MIB:,.0f} MiB are usable; {', '.join(told)}"
+            f"{limit_bytes / MIB:,.0f} MiB are usable; {', '.join(told)}; or take a larger card"
         )
 
 
@@ -292,11 +324,6 @@ def _measured_curve(peaks: dict[int, int]) -> Curve | None:
     few, many = min(peaks), max(peaks)
     slope = (peaks[many] - peaks[few]) // (many - few)
     return Curve(peaks[many] - many * slope, slope) if slope > 0 else None
-
-
-def _saves_more(rung: Savers, given: Savers) -> bool:
-    position = LADDER.index(given) if given in LADDER else 0
-    return LADDER.index(rung) > position
 
 
 def _told(savers: Savers) -> str:

@@ -22,7 +22,6 @@ from nanofit.step import UpdateInterrupted
 from nanofit.terminal import InputError, first_line
 
 OUT_OF_MEMORY = "out of memory"
-EAGER_FOR_GOOD = "eager for good"
 
 TIMED_STEPS = 5  # before and after compiling, to tell which is faster
 QUIET_STEPS = 200  # without trouble, after which a smaller micro-batch may grow again
@@ -52,14 +51,11 @@ class Stages:
         plan: StagePlan,
         sizes: Sequence[int],
         *,
-        reached: str = "eager",
         device: Device,
         ranks: Ranks,
         event: Callable[..., None],
     ):
-        # A resumed run compiles again at once, but does not try again what failed.
-        self.stage = EAGER_FOR_GOOD if reached == EAGER_FOR_GOOD else "eager"
-        self.size = plan.eager_size
+        self.stage, self.size = "eager", plan.eager_size
         self.evaluation_size = plan.eager_size
         self._model, self._plan, self._sizes = model, plan, sizes
         self._device, self._ranks, self._event = device, ranks, event
@@ -71,11 +67,19 @@ class Stages:
         self._regrown_size, self._patience = self.size, QUIET_STEPS
 
     def advance(self, step: int, micro_batches: Callable[[int], Iterator[MicroBatch]]) -> None:
-        """Enter the stage that `step` belongs to, tried out first on a micro-batch of the step."""
+        """Enter the stage that `step` belongs to, after a look at how the steps before went.
+
+        A new stage is tried out first on a micro-batch of the step.
+        """
         after = self._plan.compile_after
+        if self._probation is not None and len(self._probation) > TIMED_STEPS:
+            self._judge(step)
+        elif self._watch.is_due():
+            self._look_for_trouble(step)
         if self.stage == "eager" and after is not None and step >= after:
             self._compile(step, micro_batches)
         elif self._regrow_at is not None and step >= self._regrow_at:
+            self.make_room()
             self._change(step, size=self._regrown_size, reason="memory was quiet for a while")
 
     def run(
@@ -92,11 +96,11 @@ class Stages:
             self.make_room()  # not before the error, and what it holds on to, is gone
             self._step_back(step, trouble)
 
-    def interrupted(self, step: int, error: UpdateInterrupted) -> None:
-        """An update ran out of memory, and the run was put back: go on with more room."""
+    def interrupted(self, step: int, reason: str) -> None:
+        """An update ran out of memory; once the run is put back, go on with more room."""
         self.make_room()
         if self.size == 1:
-            raise InputError(f"memory ran out in the update of step {step}: {first_line(error)}")
+            raise InputError(f"memory ran out in the update of step {step}: {reason}")
         self._shrink(step, "out of memory in an update")
 
     def evaluate(self, step: int, attempt: Callable[[int], float]) -> float:
@@ -112,13 +116,13 @@ class Stages:
             self._event(step, "evaluation shrunk", micro_batch=self.evaluation_size)
 
     def _compile(self, step: int, micro_batches: Callable[[int], Iterator[MicroBatch]]) -> None:
-        started, size = time.monotonic(), self._plan.compiled_size
-        try:
-            with self._ranks.all_or_none():
-                compile_in_place(self._model, self._plan.activation_memory_budget)
-                failure = disagreement(self._model, next(micro_batches(size)), self._device)
-        except Exception as error:  # torch.compile fails in as many ways as there are machines
-            failure = _told(error)
+        """Compile for the size found for it; if that does not fit any more, for the eager one."""
+        started = time.monotonic()
+        for size in dict.fromkeys((self._plan.compiled_size, self._plan.eager_size)):
+            self.make_room()
+            failure = self._try_compiled(next(micro_batches(size)))
+            if not self._ranks.any(failure == OUT_OF_MEMORY):
+                break
         if self._ranks.any(failure is not None):
             self.make_room()
             self._give_up_compiling(step, failure or "it failed in another process")
@@ -127,13 +131,22 @@ class Stages:
         reason = f"compiled in {time.monotonic() - started:.0f} s"
         self._change(step, stage="compiled", size=size, reason=reason)
 
+    def _try_compiled(self, batch: MicroBatch) -> str | None:
+        """Why the model cannot be compiled for such micro-batches, if it cannot."""
+        try:
+            with self._ranks.all_or_none():
+                compile_in_place(self._model, self._plan.activation_memory_budget)
+                return disagreement(self._model, batch, self._device, rows=self._plan.eager_size)
+        except Exception as error:  # torch.compile fails in as many ways as there are machines
+            return OUT_OF_MEMORY if is_out_of_memory(error) else _told(error)
+
     def _give_up_compiling(self, step: int, reason: str) -> None:
         uncompile(self._model, self._plan.recompute)
         self._probation = None
-        self._change(step, stage=EAGER_FOR_GOOD, size=self._plan.eager_size, reason=reason)
+        self._change(step, stage="eager for good", size=self._plan.eager_size, reason=reason)
 
     def _timed(self, step: int, attempt: Callable) -> tuple[Tensor, Tensor]:
-        """Do a step, and look at its time: exactly, where that decides about compiling."""
+        """Do a step and note its time: exactly, where that decides about compiling."""
         after = self._plan.compile_after
         is_last_eager = self.stage == "eager" and after is not None and step >= after - TIMED_STEPS
         is_exact = is_last_eager or self._probation is not None
@@ -144,13 +157,14 @@ class Stages:
             self._eager_times.append(seconds)
         elif self._probation is not None:
             self._probation.append(seconds)
-            if len(self._probation) > TIMED_STEPS:
-                self._judge(step + 1)
-        elif self._watch.is_due(seconds):
-            trouble = self._watch.trouble()
-            if self._ranks.any(trouble is not None) and self.size > 1:
-                self._shrink(step + 1, trouble or "memory is scarce in another process")
+        else:
+            self._watch.note(seconds)
         return result
+
+    def _look_for_trouble(self, step: int) -> None:
+        trouble = self._watch.trouble()
+        if self._ranks.any(trouble is not None) and self.size > 1:
+            self._shrink(step, trouble or "memory is scarce in another process")
 
     def _now(self, exactly: bool) -> float:
         if exactly:
@@ -224,9 +238,11 @@ class _Watch:
         self._retries = memory.retries()
         self._steps, self._seconds, self._best, self._slow_looks = 0, 0.0, float("inf"), 0
 
-    def is_due(self, seconds: float) -> bool:
+    def note(self, seconds: float) -> None:
         self._steps, self._seconds = self._steps + 1, self._seconds + seconds
-        return self._steps == WATCHED_STEPS
+
+    def is_due(self) -> bool:
+        return self._steps >= WATCHED_STEPS
 
     def trouble(self) -> str | None:
         """What was wrong since the last look, if anything was."""

@@ -38,12 +38,13 @@ def train_step(
             scaler.scale(part).backward()
             loss += part.detach()
     ranks.sum_([loss, *(p.grad for p in model.parameters())])
-    scaler.unscale_(optimizer)
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf"))
+    with _forgotten_on_failure(scaler), ranks.all_or_none():
+        scaler.unscale_(optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf"))
     optimizer.grad_norm = grad_norm  # for those who watch its steps
     for group in optimizer.param_groups:
         group["lr"] = lr
-    with _whole_or_interrupted(scaler), ranks.all_or_none():
+    with _whole_or_interrupted(), _forgotten_on_failure(scaler), ranks.all_or_none():
         scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -55,14 +56,24 @@ class UpdateInterrupted(Exception):
 
 
 @contextmanager
-def _whole_or_interrupted(scaler: GradScaler) -> Iterator[None]:
+def _whole_or_interrupted() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not (is_out_of_memory(error) or isinstance(error, OtherProcessFailed)):
-            raise
-        scaler.update()  # else it would take the next step for the rest of this one
-        raise UpdateInterrupted(str(error)) from error
+        if is_out_of_memory(error) or isinstance(error, OtherProcessFailed):
+            raise UpdateInterrupted(str(error)) from error
+        raise
+
+
+@contextmanager
+def _forgotten_on_failure(scaler: GradScaler) -> Iterator[None]:
+    """Else the scaler would take the next attempt for the rest of a failed one."""
+    try:
+        yield
+    except Exception:
+        if scaler.is_enabled():
+            scaler.update(scaler.get_scale())
+        raise
 
 
 @torch.no_grad()

@@ -20,6 +20,8 @@ MAIN_SPEAKS_FIRST_S = 3.0
 class InputError(Exception):
     """Something given from outside cannot be used; the message says what, why and the way out."""
 
+    is_known_elsewhere = False  # another process has the better message
+
 
 def run_script(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a script's `main`; bad input is one clear line and exit code 2, never a traceback."""
@@ -43,8 +45,7 @@ def _say_error(error: InputError) -> None:
     one while the others wait here; who outlives the wait has something else to say.
     """
     rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        time.sleep(MAIN_SPEAKS_FIRST_S)
+    time.sleep(MAIN_SPEAKS_FIRST_S * ((rank != "0") + 2 * error.is_known_elsewhere))
     print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr)
 
 

@@ -39,6 +39,7 @@ class TrialResult:
     """What a trial told; without a peak it did not survive, for the reason given."""
 
     peak_bytes: int | None = None
+    is_too_large: bool = False  # rather than broken, which a smaller size would be as well
     free_bytes: int | None = None  # before it began
     used_bytes: int = 0  # without any tensor
     retries: int = 0
@@ -71,14 +72,14 @@ def run_trial(
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        return TrialResult(reason=f"no answer within {timeout_s:.0f} s")
+        return TrialResult(is_too_large=True, reason=f"no answer within {timeout_s:.0f} s")
     if done.returncode == -signal.SIGINT:  # Ctrl-C reaches the child as well
         raise KeyboardInterrupt
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         return TrialResult(**json.loads(lines[-1]))
     if done.returncode < 0:
-        return TrialResult(reason=f"killed by signal {-done.returncode}")
+        return TrialResult(is_too_large=True, reason=f"killed by signal {-done.returncode}")
     said = [line for line in done.stderr.splitlines() if line.strip()]
     return TrialResult(reason=said[-1].strip() if said else f"exit code {done.returncode}")
 
@@ -108,7 +109,7 @@ def _child(order: dict[str, Any]) -> TrialResult:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return replace(before, reason=f"out of memory: {first_line(error)}")
+        return replace(before, is_too_large=True, reason=f"out of memory: {first_line(error)}")
     return replace(
         before,
         peak_bytes=memory.peak_bytes(),

@@ -72,6 +72,16 @@ def test_savers_are_climbed_only_as_far_as_needed():
     assert fit.eager.size >= 1
 
 
+def test_broken_compiler_costs_the_compiled_size_and_not_the_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    fit = find(memory_limit="3GB", compile=True)
+    assert fit.eager.size > 0
+    assert fit.compiled is None
+    assert fit.plan(compile_after=7).compiled_size == fit.eager.size
+    assert "no size for the compiled stage: a trial failed" in capsys.readouterr().out
+
+
 def test_nothing_fits_and_the_error_says_what_would():
     with pytest.raises(InputError, match=r"--block_size=64 would need [\d,]+ MiB"):
         find(memory_limit="100MB")
