@@ -17,7 +17,7 @@ demo: .venv/installed  ## make a sample shard, prepare it, train a small GPT, sa
 	$(BIN)/python sample.py --out_dir=out-demo --start="One morning" --num_samples=2
 
 test: lint  ## check the style, run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses=4
 
 lint: .venv/installed-dev  ## check format and style with ruff
 	$(BIN)/ruff format --check .

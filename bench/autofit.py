@@ -454,7 +454,10 @@ def _exact(cases: list[Case], way: str) -> int:
 
 
 def _kept(cases: list[Case], way: str) -> int:
-    return sum(way == COMPOSER or case.searches[way].is_batch_kept for case in cases)
+    searches = [case.searches[way] for case in cases]
+    if way == COMPOSER:  # its last micro-batch may be smaller
+        return sum(search.size > 0 for search in searches)
+    return sum(search.is_batch_kept for search in searches)
 
 
 def _rechecks(cases: list[Case], way: str) -> tuple[int, int]:

@@ -243,7 +243,7 @@ class _CpuMemory(DeviceMemory):
 
     def __init__(self, torch_device: torch.device):
         super().__init__(torch_device)
-        self._data_bytes, self._resident_bytes = _own("VmData"), _own("RssAnon")
+        self._data_bytes = _own("VmData")
 
     def limit(self, limit_bytes: int) -> None:
         if not self._data_bytes:
@@ -261,9 +261,10 @@ class _CpuMemory(DeviceMemory):
         return self._data_bytes
 
     def peak_bytes(self) -> int:
-        # Linux keeps the peak of what is resident, files included, not of the data.
-        resident_bytes = _own("VmHWM") - _own("RssFile")
-        return self._data_bytes + max(resident_bytes - self._resident_bytes, 0)
+        # Linux keeps the peak of what is resident, files included. Limited is also what was
+        # allocated and never touched.
+        untouched_bytes = _own("VmData") - _own("RssAnon")
+        return untouched_bytes + _own("VmHWM") - _own("RssFile")
 
 
 def _own(field: str) -> int:

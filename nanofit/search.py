@@ -7,7 +7,7 @@ from typing import Protocol
 MOST_FILLER = 0.02  # of a step's sequences, where a micro-batch does not divide them
 SMALL_DIVISOR = 0.75  # of an inexact size: no smaller loss of size is worth filler
 FORECAST_ERROR = 0.05  # that a forecast is trusted not to exceed, once it was wrong
-NEAR = 0.03  # of the limit: so close to it a size may survive by luck
+NEAR = 0.03  # of what a micro-batch may take: so close to the limit it may survive by luck
 CHECKS_NEAR_LIMIT = 2  # further trials that a size near the limit must survive
 
 
@@ -64,6 +64,7 @@ class _Search:
     ):
         self._sizes, self._forecast = sizes, forecast
         self._limit, self._attempt = limit_bytes, attempt
+        self._margin = NEAR * max(limit_bytes - forecast(0), 0)
         self._survived, self._died = -1, len(sizes)  # indices that enclose the answer
         self._peaks: dict[int, int] = {}
         self._trials: dict[int, list[Trial]] = {}
@@ -89,7 +90,7 @@ class _Search:
                 return False
             is_first = len(self._trials[size]) == 1
             self._peaks[size] = max(trial.peak_bytes, self._peaks.get(size, 0))
-            if is_first and trial.peak_bytes > (1 - NEAR) * self._limit:
+            if is_first and trial.peak_bytes > self._limit - self._margin:
                 checks += CHECKS_NEAR_LIMIT
             checks -= 1
         return True

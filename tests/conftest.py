@@ -11,6 +11,7 @@ import pytest
 
 # Some virtual machines announce AMX without granting it: bfloat16 products die of SIGILL there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ["WANDB_MODE"] = "offline"
 
 PROJECT = Path(__file__).resolve().parent.parent

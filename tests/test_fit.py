@@ -9,8 +9,8 @@ from model import GPTConfig
 from nanofit.config import RunConfig, TrainConfig
 from nanofit.device import describe_device
 from nanofit.dist import Ranks
-from nanofit.fit import Savers, find_fit, usable_bytes
-from nanofit.memory import Setup, memory_curve
+from nanofit.fit import LADDER, Savers, _Fitter, find_fit, usable_bytes
+from nanofit.memory import Setup
 from nanofit.search import sizes_for
 from nanofit.terminal import InputError
 from nanofit.trial import run_trial
@@ -34,12 +34,9 @@ def test_fit_is_the_largest_divisor_that_survives(capsys):
     limit = peak + 30 * 10**6
     fit = find(memory_limit=str(limit))
     assert capsys.readouterr().out.count("trying") == fit.eager.trials
-    surviving = [
-        size
-        for size in sizes_for(96)
-        if run_trial(setup, size, device="cpu", limit_bytes=limit).peak_bytes
-    ]
-    assert fit.eager.size == max(surviving)
+    following = next(size for size in sizes_for(96) if size > fit.eager.size)
+    assert run_trial(setup, fit.eager.size, device="cpu", limit_bytes=limit).peak_bytes
+    assert not run_trial(setup, following, device="cpu", limit_bytes=limit).peak_bytes
     assert fit.eager.peak_bytes <= limit
     assert fit.compiled is None
     assert len(list(fit.lines(96))) == 3
@@ -57,19 +54,15 @@ def test_without_autofit_the_configured_numbers_are_taken():
         assert list(fit.lines(96)) == []
 
 
-def test_savers_are_climbed_only_as_far_as_needed():
-    """So little is usable that one sequence needs a saver, but not the dearest."""
-    shape = replace(SHAPE, n_layer=8, block_size=2048)
-    plain, selective, block = (
-        memory_curve(Setup(shape, dtype="float32", recompute=recompute)).at(1)
-        for recompute in ("off", "selective", "block")
-    )
-    base = run_trial(Setup(shape, dtype="float32"), 0, device="cpu", limit_bytes=None).used_bytes
-    assert block < selective < plain
-    limit = base + (plain + selective) // 2
-    fit = find(shape=shape, memory_limit=str(limit))
-    assert fit.savers in (Savers("selective", 0.7), Savers("alternate", 0.5))
-    assert fit.eager.size >= 1
+def test_ladder_begins_with_what_is_given_and_leaves_out_what_is_not_possible():
+    def rungs(given, **settings):
+        run = replace(RUN, **settings)
+        return _Fitter(SHAPE, LEARN, run, DEVICE, 96, print)._rungs(given)
+
+    assert rungs(Savers(), on_spike="skip") == [rung for rung in LADDER if rung.optimizer_bits > 8]
+    assert rungs(LADDER[2], on_spike="skip") == [LADDER[2], LADDER[3]]
+    own = Savers("block", 0.9)
+    assert rungs(own, on_spike="skip")[:2] == [own, LADDER[1]]
 
 
 def test_broken_compiler_costs_the_compiled_size_and_not_the_run(monkeypatch, tmp_path, capsys):
@@ -84,7 +77,12 @@ def test_broken_compiler_costs_the_compiled_size_and_not_the_run(monkeypatch, tm
 
 def test_nothing_fits_and_the_error_says_what_would():
     with pytest.raises(InputError, match=r"--block_size=64 would need [\d,]+ MiB"):
-        find(memory_limit="100MB")
+        find(
+            memory_limit="100MB",
+            recompute="block",
+            activation_memory_budget=0.5,
+            optimizer_bits=8,
+        )
 
 
 def test_reserve_is_five_percent_and_a_little_or_as_told():
