@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from nanofit.terminal import InputError
+from nanofit.terminal import InputError, discard_output
 
 
 class OtherProcessFailed(InputError):
@@ -31,9 +31,12 @@ class Ranks:
         return self.rank == 0
 
     def say(self, text: str) -> None:
-        """Print a line, once for all processes."""
+        """Print a line, once for all processes; nobody may be reading any more."""
         if self.is_main:
-            print(text)
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:
+                discard_output()
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Add up each tensor over all processes, in place."""

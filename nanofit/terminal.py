@@ -34,7 +34,7 @@ def run_script(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # whoever read our output has left, as `head` does
-        _discard_output()
+        discard_output()
         sys.exit(1)
 
 
@@ -135,10 +135,11 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        _discard_output()
+        discard_output()
 
 
-def _discard_output() -> None:
+def discard_output() -> None:
+    """Go on without a reader."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
