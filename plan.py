@@ -260,9 +260,6 @@ def _count(text: str) -> int:
     return number
 
 
-# Data
-
-
 def _find_data(asked: argparse.Namespace, shape: GPTConfig, run: RunConfig) -> Data:
     folder = run.data_dir
     if asked.unique_tokens is not None:
@@ -291,9 +288,6 @@ def _count_shards(given: str) -> Data:
     files = f"{len(shards)} parquet file{'s' if len(shards) > 1 else ''}"
     source = f"by the token_count column of {files}, not yet prepared"
     return Data(round(tokens * (1 - VAL_FRACTION)), tokens, source)
-
-
-# Speed
 
 
 def _speed_of_card(name: str, model: GPT, run: RunConfig) -> Speed:
@@ -375,9 +369,6 @@ def _random_batches(
         yield MicroBatch(tokens[:, :-1], tokens[:, 1:], 1 / passes)
 
 
-# Budget
-
-
 def _within_budget(
     asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, data: Data, speed: Speed
 ) -> TrainConfig:
@@ -408,9 +399,6 @@ def _warmup(learn: TrainConfig, steps: int) -> int:
     return min(learn.warmup_iters, steps // 10)
 
 
-# What follows from a plan
-
-
 def _optimal_tokens(shape: GPTConfig) -> float:
     return optimal_tokens(n_layer=shape.n_layer, n_embd=shape.n_embd, vocab_size=shape.vocab_size)
 
@@ -433,9 +421,6 @@ def _forecast_json(forecast: Forecast) -> dict[str, Any]:
         "loss": forecast.loss,
         "loss_band": forecast.band,
     }
-
-
-# What a person sees
 
 
 def _print(plan: Plan) -> None:

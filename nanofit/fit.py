@@ -326,9 +326,8 @@ def _measured_curve(peaks: dict[int, int]) -> Curve | None:
     """What earlier trials tell: they are a better forecast than any simulation."""
     if len(peaks) < 2:
         return None
-    few, many = min(peaks), max(peaks)
-    slope = (peaks[many] - peaks[few]) // (many - few)
-    return Curve(peaks[many] - many * slope, slope) if slope > 0 else None
+    curve = Curve.through(peaks)
+    return curve if curve.bytes_per_sequence > 0 else None
 
 
 def _told(savers: Savers) -> str:

@@ -37,10 +37,7 @@ def footprint(setup: Setup, micro_batch_size: int) -> list[Line]:
 
 def footprint_curve(setup: Setup) -> Curve:
     """What any micro-batch needs."""
-    few, many = 2, 6
-    low, high = (total(footprint(setup, size)) for size in (few, many))
-    slope = (high - low) // (many - few)
-    return Curve(low - few * slope, slope)
+    return Curve.through({size: total(footprint(setup, size)) for size in (2, 6)})
 
 
 def total(lines: list[Line]) -> int:

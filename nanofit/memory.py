@@ -52,6 +52,13 @@ class Curve:
     fixed_bytes: int
     bytes_per_sequence: int
 
+    @classmethod
+    def through(cls, peaks: dict[int, int]) -> "Curve":
+        """The line through the peaks of the smallest and the largest of some sizes."""
+        few, many = min(peaks), max(peaks)
+        slope = (peaks[many] - peaks[few]) // (many - few)
+        return cls(peaks[few] - few * slope, slope)
+
     def at(self, micro_batch_size: int) -> int:
         return self.fixed_bytes + micro_batch_size * self.bytes_per_sequence
 
@@ -65,15 +72,18 @@ def memory_curve(setup: Setup) -> Curve:
     if setup.optimizer_bits == 8:
         curve = memory_curve(replace(setup, optimizer_bits=32))
         return replace(curve, fixed_bytes=curve.fixed_bytes - _saved_by_8_bits(setup.shape))
-    kept = recall("memory", setup)
+    # One sequence alone would be off the line by some rounding; and with a budget it takes more of
+    # them until it does not depend on their number what is kept.
+    return simulated_curve(setup, (2, 6) if setup.activation_memory_budget == 1 else (8, 16))
+
+
+def simulated_curve(setup: Setup, sizes: tuple[int, int]) -> Curve:
+    """The line through two simulations."""
+    kept = recall("memory", (setup, sizes))
     if kept is None:
-        # One sequence alone would be off the line by some rounding; and with a budget it takes
-        # more of them until it does not depend on their number what is kept.
-        few, many = (2, 6) if setup.activation_memory_budget == 1 else (8, 16)
-        low, high = (simulate(setup, size).peak_bytes for size in (few, many))
-        slope = (high - low) // (many - few)
-        kept = low - few * slope, slope
-        keep("memory", setup, kept)
+        curve = Curve.through({size: simulate(setup, size).peak_bytes for size in sizes})
+        kept = curve.fixed_bytes, curve.bytes_per_sequence
+        keep("memory", (setup, sizes), kept)
     return Curve(*kept)
 
 
@@ -144,9 +154,9 @@ def simulate(setup: Setup, micro_batch_size: int) -> Simulation:
     The peak is not reached before the second micro-batch of the second step, when gradients and
     optimiser state are there as well.
     """
-    device = Device(torch.device("cpu"), "simulated", getattr(torch, setup.dtype), None, None)
+    device = simulated_device(setup)
     trace = MemoryTrace()
-    graphs = graphs_of(setup, micro_batch_size, device) if setup.compiled else None
+    graphs = graphs_of(setup, micro_batch_size) if setup.compiled else None
     anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
     with FakeTensorMode(), anomaly, AsOnCuda(), trace:
         model = model_of(setup)
@@ -190,7 +200,11 @@ class _KeepLogits:
         return F.cross_entropy(self.logits, targets, ignore_index=-1)
 
 
-def graphs_of(setup: Setup, size: int, device: Device) -> Graphs:
+def simulated_device(setup: Setup) -> Device:
+    return Device(torch.device("cpu"), "simulated", getattr(torch, setup.dtype), None, None)
+
+
+def graphs_of(setup: Setup, size: int) -> Graphs:
     with FakeTensorMode(), AsOnCuda():
         model = model_of(setup)
         names = [name for name, _ in model.named_parameters()]
@@ -200,7 +214,7 @@ def graphs_of(setup: Setup, size: int, device: Device) -> Graphs:
             *weights, idx, targets = inputs
             by_name = dict(zip(names, weights, strict=True))
             by_name |= {name: by_name[same] for name, same in tied.items()}
-            with device.autocast():
+            with simulated_device(setup).autocast():
                 loss = torch.func.functional_call(model, by_name, (idx, targets))
             return (model.loss.logits, loss) if setup.returns_logits else (loss,)
 

@@ -3,13 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from nanofit.cache import keep, recall
-from nanofit.device import Device
 from nanofit.memory import (
     AsOnCuda,
     Curve,
@@ -18,7 +16,8 @@ from nanofit.memory import (
     graphs_of,
     memory_curve,
     model_of,
-    simulate,
+    simulated_curve,
+    simulated_device,
 )
 
 RECOMPUTES = ("selective", "alternate", "block")
@@ -68,18 +67,9 @@ def need_of(setup: Setup) -> Need:
     one: in a block of the backward pass, not in the loss.
     """
     line = memory_curve(setup)
-    return Need((line,) if setup.compiled or setup.recompute == "off" else (line, _steep(setup)))
-
-
-def _steep(setup: Setup) -> Curve:
-    kept = recall("memory of many", setup)
-    if kept is None:
-        few, many = 48, 64
-        low, high = (simulate(setup, size).peak_bytes for size in (few, many))
-        slope = (high - low) // (many - few)
-        kept = low - few * slope, slope
-        keep("memory of many", setup, kept)
-    return Curve(*kept)
+    if setup.compiled or setup.recompute == "off":
+        return Need((line,))
+    return Need((line, simulated_curve(setup, (48, 64))))
 
 
 def extra_time(setup: Setup) -> float:
@@ -102,19 +92,18 @@ def step_flops(setup: Setup) -> int:
 
 
 def _eager_flops(setup: Setup) -> int:
-    device = _simulated(setup)
     counter = FlopCounterMode(display=False)
     with FakeTensorMode(), AsOnCuda():
         model, batch = model_of(setup), next(fake_micro_batches(setup.shape, _SEQUENCES))
         with counter:
-            with device.autocast():
+            with simulated_device(setup).autocast():
                 loss = model(batch.idx, batch.targets)
             loss.backward()
     return counter.get_total_flops()
 
 
 def _compiled_flops(setup: Setup) -> int:
-    forward, backward, _ = graphs_of(setup, _SEQUENCES, _simulated(setup))
+    forward, backward, _ = graphs_of(setup, _SEQUENCES)
     return sum(_flops(node) for graph in (forward, backward) for node in graph.nodes)
 
 
@@ -124,7 +113,3 @@ def _flops(node: fx.Node) -> int:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     return formula(*args, **kwargs, out_val=node.meta["val"])
-
-
-def _simulated(setup: Setup) -> Device:
-    return Device(torch.device("cpu"), "simulated", getattr(torch, setup.dtype), None, None)

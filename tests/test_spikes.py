@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from model import GPT, GPTConfig
 from nanofit.config import TrainConfig
@@ -128,6 +128,8 @@ def test_real_steps_skip_without_waiting_for_the_device(dtype):
         SkipWatch(optimizer, is_scaled=scaler.is_enabled())
         for _ in range(2):
             take_step(model, optimizer, scaler, device)
+        with pytest.raises(DataDependentOutputException):  # there is no value to wait for
+            optimizer.param_groups[0]["spike_memory"].tolist()
 
 
 def test_a_float16_overflow_is_the_scalers_and_no_spike():
