@@ -44,6 +44,7 @@ from nanofit.step import UpdateInterrupted, evaluate, train_step
 from nanofit.stop import Stop, watch_for_stop
 from nanofit.terminal import InputError, compact, first_line, run_script
 from nanofit.trial import share_compile_cache
+from nanofit.undo import UpdateUndo
 
 MOST_ROLLBACKS = 3  # to one checkpoint: what goes wrong after that is not the data's fault
 
@@ -83,6 +84,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
     share_compile_cache()
     fit = find_fit(model.config, learn, run, device, ranks)
     learner, progress = _begin(model, learn, run, saved, fit, device, ranks)
+    undo = UpdateUndo(learner.optimizer, device.memory()).undo
     del saved  # as large as the model and its optimiser
     forecast = _forecast(model, learn, run, device, ranks, train_data)
     ranks.say(_summary(model, learn, run, device, ranks, train_data, val_data, fit))
@@ -107,7 +109,9 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
             sizes_for(share),
             device=device,
             ranks=ranks,
+            tokens_per_step=learn.sequences_per_step * model.config.block_size,
             event=log.event,
+            undo=undo,
         )
         go_back = partial(_go_back, checkpoints, shape, run, learner, log.say)
         log.event(progress.step, "resumed" if progress.step else "started", **fit.told())
@@ -147,6 +151,8 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
                 config.update(flatten(learn))
                 log.expect(partial(_normal_losses, forecast, learn), last_step=learn.max_iters)
         log.event(step, "stopped" if stopping else "finished")
+        for line in stages.table():
+            log.say(line)
     if stopping:
         ranks.say(f"stopped on request; {_how_to_continue(run)} continues the run")
 

@@ -40,7 +40,7 @@ from nanofit.config import RunConfig, TrainConfig
 from nanofit.device import describe_device, is_out_of_memory
 from nanofit.dist import Ranks
 from nanofit.loader import MicroBatch
-from nanofit.memory import Setup, memory_curve
+from nanofit.memory import Setup, need_of
 from nanofit.optim import build_optimizer
 from nanofit.step import train_step
 from nanofit.trial import TrialResult, run_trial
@@ -248,7 +248,7 @@ def ours_warm(limit_bytes: int) -> dict:
     search.seconds = time.monotonic() - started
     search.size, search.peak_bytes = fit.eager.size, fit.eager.peak_bytes
     search.steps = 2 * len(search.trials)
-    search.forecast_bytes = base() + memory_curve(SETUP).at(fit.eager.size)
+    search.forecast_bytes = base() + need_of(SETUP).at(fit.eager.size)
     return asdict(search)
 
 

@@ -18,8 +18,8 @@ from rich.console import Console
 from model import GPTConfig
 from nanofit.config import load_config
 from nanofit.fit import LADDER
-from nanofit.memory import Setup, memory_curve
-from nanofit.savers import extra_time, need_of, savers_of
+from nanofit.memory import Setup, need_of
+from nanofit.savers import extra_time, savers_of
 from nanofit.terminal import run_script
 
 CONFIGS = {
@@ -95,7 +95,7 @@ def _climb(shape: GPTConfig, dtype: str, wanted: int) -> tuple[str, bool]:
     for savers in LADDER:
         told = []
         for compiled in (False, True):
-            peak = memory_curve(Setup(shape, dtype, compiled, **vars(savers))).at(wanted)
+            peak = need_of(Setup(shape, dtype, compiled, **vars(savers))).at(wanted)
             told.append(f"{peak / GIB:.1f} GiB {'compiled' if compiled else 'eager'}")
             if peak > USABLE_BYTES:
                 break

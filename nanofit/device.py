@@ -202,6 +202,25 @@ class DeviceMemory:
         """The most that was used."""
         return 0
 
+    def can_run_out(self) -> bool:
+        """Whether an allocation may fail, rather than the whole process be killed."""
+        return False
+
+    def peak_allocated_bytes(self) -> int:
+        """The most that tensors took of it."""
+        return self.peak_bytes()
+
+    def forget_peak(self) -> None:
+        """Count peaks from now on."""
+
+    def vacated_bytes(self) -> int:
+        """What could be allocated now without a higher peak."""
+        return 0
+
+    def spilled_bytes(self) -> int:
+        """What lies in the host's memory instead, where a driver does that without a word."""
+        return 0
+
     def free_bytes(self) -> int | None:
         """What this process could still use, with other programs as they are now."""
         return None
@@ -223,6 +242,25 @@ class _CudaMemory(DeviceMemory):
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_reserved(self._device)
+
+    def can_run_out(self) -> bool:
+        return True
+
+    def peak_allocated_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def vacated_bytes(self) -> int:
+        return self.peak_allocated_bytes() - torch.cuda.memory_allocated(self._device)
+
+    def spilled_bytes(self) -> int:
+        try:
+            on_card = torch.cuda.device_memory_used(self._device)  # of all processes
+        except Exception:  # nvidia-ml-py is not installed, or the driver has no such figure
+            return 0
+        return max(torch.cuda.memory_reserved(self._device) - on_card, 0)
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -249,13 +287,22 @@ class _CpuMemory(DeviceMemory):
         if not self._data_bytes:
             raise InputError("memory_limit on a CPU needs Linux; leave it out")
         import ctypes
-        import resource
+        import resource  # only Linux has it
 
         # Left alone, glibc keeps most of what is freed, in fragments, and it counts as used.
         with suppress(AttributeError, OSError):  # not every C library has it
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard != resource.RLIM_INFINITY and limit_bytes > hard:
+            raise InputError(f"memory_limit is {limit_bytes}, but `ulimit -Hd` allows {hard} bytes")
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
+
+    def can_run_out(self) -> bool:
+        if not self._data_bytes:
+            return False
+        import resource
+
+        return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
 
     def used_bytes(self) -> int:
         return self._data_bytes
@@ -265,6 +312,13 @@ class _CpuMemory(DeviceMemory):
         # allocated and never touched.
         untouched_bytes = _own("VmData") - _own("RssAnon")
         return untouched_bytes + _own("VmHWM") - _own("RssFile")
+
+    def forget_peak(self) -> None:
+        with suppress(OSError):  # not every sandbox lets a process do that
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def vacated_bytes(self) -> int:
+        return _own("VmHWM") - _own("VmRSS")
 
 
 def _own(field: str) -> int:
@@ -365,7 +419,8 @@ def _set_up_cuda(index: int, dtype: str) -> Device:
     if index >= torch.cuda.device_count():
         raise InputError(f"no device cuda:{index}: this machine has {torch.cuda.device_count()}")
     # Without it a tenth and more of the memory is lost to fragments. It must be set before use.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which it would override
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
     card = torch.cuda.get_device_properties(index)
     best = torch.bfloat16 if card.major >= 8 else torch.float16  # Ampere brought bfloat16

@@ -21,14 +21,16 @@ from nanofit.footprint import Line, footprint, total
 from nanofit.memory import (
     CUDA_CONTEXT_BYTES,
     LIBRARY_BYTES,
+    Need,
     Setup,
     Simulation,
-    memory_curve,
+    need_of,
+    saved_by_8_bits,
     simulate,
 )
 from nanofit.optim import build_optimizer
 from nanofit.picture import draw
-from nanofit.savers import Need, extra_time, need_of, savers_of, without_savers
+from nanofit.savers import extra_time, savers_of, without_savers
 from nanofit.terminal import parse_size
 
 COLUMNS = 100
@@ -162,8 +164,7 @@ class Explanation:
         told = f"reserved but not allocated; {_mib(in_segments)} without expandable segments"
         lines = [*self.tensor_lines, Line("allocator slack", told, slack)]
         if self.setup.optimizer_bits == 8:
-            wide = memory_curve(replace(self.setup, optimizer_bits=32)).fixed_bytes
-            saved = wide - memory_curve(self.setup).fixed_bytes
+            saved = saved_by_8_bits(self.setup.shape)
             lines.append(Line("8-bit moments", "instead of 32-bit ones", -saved))
         return [*lines, Line("library workspace", "cuBLAS and the like", LIBRARY_BYTES)]
 

@@ -11,12 +11,11 @@ import torch
 from model import GPTConfig
 from nanofit.cache import keep, recall
 from nanofit.config import RunConfig, TrainConfig
-from nanofit.device import Device
+from nanofit.device import CARDS, Card, Device
 from nanofit.dist import Ranks
-from nanofit.memory import LIBRARY_BYTES, Curve, Setup
-from nanofit.savers import need_of
-from nanofit.search import Found, find_largest, sizes_for
-from nanofit.stages import StagePlan
+from nanofit.memory import CUDA_CONTEXT_BYTES, LIBRARY_BYTES, Curve, Setup, need_of
+from nanofit.search import find_largest, sizes_for
+from nanofit.stages import MOST_RETRIES, StagePlan
 from nanofit.terminal import InputError, parse_size
 from nanofit.trial import TrialResult, run_trial
 
@@ -27,6 +26,7 @@ UNTOUCHED_BYTES = 16 * MIB  # that a thread of the CPU allocates but does not us
 MOST_LOGITS = 2**31  # more in one tensor is an illegal access rather than an out-of-memory
 GOOD_AS_FASTEST = 0.98  # of the best measured speed
 CLIFF = 0.5  # of the speed of a smaller micro-batch: memory has spilled to the host
+MOST_SPILLED_BYTES = 64 * MIB  # what drivers count differently is no spill
 
 
 @dataclass(frozen=True)
@@ -258,17 +258,17 @@ class _Fitter:
         """Search by trials, from the forecast on."""
         name = "compiled" if setup.compiled else "eager"
         speeds: dict[int, float] = {}
+        tried: list[int] = []
         peaks_key = setup, self._device.name, self._device.driver, torch.get_num_threads()
         peaks = {int(size): peak for size, peak in (recall("peaks", peaks_key) or {}).items()}
 
         def attempt(size: int) -> TrialResult:
             self._say(f"autofit {name}: trying {size} sequences at once")
+            tried.append(size)
             trial = run_trial(setup, size, device=self._name, limit_bytes=limit_bytes)
             if trial.peak_bytes is None and not trial.is_too_large:
                 raise InputError(f"a trial failed: {trial.reason}")
-            slower = [speed for one, speed in speeds.items() if one < size]
-            if trial.peak_bytes and slower and trial.tokens_per_s < CLIFF * max(slower):
-                trial = replace(trial, peak_bytes=None, reason="memory spilled: it was far slower")
+            trial = judged(trial, [speed for one, speed in speeds.items() if one < size])
             if trial.peak_bytes:
                 speeds[size], peaks[size] = trial.tokens_per_s, trial.peak_bytes
             return trial
@@ -278,11 +278,11 @@ class _Fitter:
         found = find_largest(self._sizes(), forecast, limit_bytes, attempt)
         keep("peaks", peaks_key, peaks)
         if not found.size:
-            return StageFit(0, trials=found.trial_count)
+            return StageFit(0, trials=len(tried))
         size = found.size
         if self._run.autofit_goal == "fastest":
-            size = self._fastest(found, attempt, speeds)
-        return StageFit(size, peaks[size], speeds[size], found.trial_count, found.why)
+            size = self._fastest(size, attempt, speeds)
+        return StageFit(size, peaks[size], speeds[size], len(tried), found.why)
 
     def _sizes(self) -> list[int]:
         sizes = sizes_for(self._share)
@@ -291,35 +291,67 @@ class _Fitter:
             sizes = [size for size in sizes if size * logits < MOST_LOGITS]
         return sizes
 
-    def _fastest(self, found: Found, attempt: Callable, speeds: dict[int, float]) -> int:
+    def _fastest(self, largest: int, attempt: Callable, speeds: dict[int, float]) -> int:
         """The smallest micro-batch as fast as any: others of half and a quarter are tried."""
         for part in (2, 4):
-            smaller = [size for size in self._sizes() if size <= found.size // part]
+            smaller = [size for size in self._sizes() if size <= largest // part]
             if smaller and smaller[-1] not in speeds:
-                found.trials[smaller[-1]] = [attempt(smaller[-1])]
+                attempt(smaller[-1])
         best = max(speeds.values())
         return min(size for size, speed in speeds.items() if speed >= GOOD_AS_FASTEST * best)
 
     def _what_would_fit(self, savers: Savers, base_bytes: int, limit_bytes: int) -> str:
         """For who has tried everything: what one sequence needs, and what smaller ones would."""
-        shape = self._shape
-        smaller = {
-            f"--block_size={shape.block_size // 2}": replace(
-                shape, block_size=max(shape.block_size // 2, 1)
-            ),
-            f"--n_layer={shape.n_layer // 2}": replace(shape, n_layer=max(shape.n_layer // 2, 1)),
+        eager, *_ = self._stages(savers)
+
+        def needed(shape: GPTConfig) -> int:
+            return need_of(replace(eager, shape=shape)).at(1) + base_bytes
+
+        halves = {
+            "block_size": self._shape.block_size // 2,
+            "n_embd": self._shape.n_embd // 2 // self._shape.n_head * self._shape.n_head,
+            "n_layer": self._shape.n_layer // 2,
         }
-
-        def needed(shape: GPTConfig) -> str:
-            setups = [replace(setup, shape=shape) for setup in self._stages(savers)]
-            size_bytes = max(need_of(setup).at(1) for setup in setups) + base_bytes
-            return f"{size_bytes / MIB:,.0f} MiB"
-
-        told = [f"{flag} would need {needed(other)}" for flag, other in smaller.items()]
+        told = [
+            f"--{name}={half} {needed(replace(self._shape, **{name: half})) / MIB:,.0f}"
+            for name, half in halves.items()
+            if half
+        ]
+        least = needed(self._shape)
+        larger = f"--memory_limit={-(-least // MIB)}MiB"
+        if self._device.type == "cuda":
+            card = smallest_card(least, self._run)
+            larger = f"a card like the {card.name}" if card else "no card in the table"
         return (
-            f"not even one sequence fits: with all savers it needs about {needed(shape)}, "
-            f"{limit_bytes / MIB:,.0f} MiB are usable; {', '.join(told)}; or take a larger card"
+            f"not even one sequence fits: with all savers it needs about {least / MIB:,.0f} MiB, "
+            f"{limit_bytes / MIB:,.0f} are usable. Smaller ones would need: {', '.join(told)} MiB. "
+            f"For this one: {larger}"
         )
+
+
+def smallest_card(needed_bytes: int, run: RunConfig) -> Card | None:
+    """The card with the least memory on which so much is usable by a run."""
+    large_enough = [
+        card
+        for card in CARDS
+        if usable_bytes(card.memory_mib * MIB - CUDA_CONTEXT_BYTES, run) >= needed_bytes
+    ]
+    return min(large_enough, key=lambda card: card.memory_mib, default=None)
+
+
+def judged(trial: TrialResult, smaller_speeds: list[float]) -> TrialResult:
+    """A trial, as one that did not survive if it only seemed to."""
+    if trial.peak_bytes is None:
+        return trial
+    if trial.spilled_bytes > MOST_SPILLED_BYTES:
+        reason = f"{trial.spilled_bytes / MIB:,.0f} MiB spilled into the host's memory"
+    elif smaller_speeds and trial.tokens_per_s < CLIFF * max(smaller_speeds):
+        reason = "memory spilled: it was far slower"
+    elif trial.retries > MOST_RETRIES:
+        reason = f"{trial.retries} allocations had to be repeated"
+    else:
+        return trial
+    return replace(trial, peak_bytes=None, is_too_large=True, reason=reason)
 
 
 def _measured_curve(peaks: dict[int, int]) -> Curve | None:

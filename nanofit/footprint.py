@@ -5,7 +5,8 @@
 
 The largest need comes at one of three moments: in the loss, when all activations are there; in the
 backward pass of the last block; or at the end of the backward pass, when the gradients of the
-embedding meet. The first decides for all but very small models.
+embedding meet. The first decides for all but very small models. A formula stands before the colon,
+in bytes; what it counts, after it.
 """
 
 from typing import NamedTuple
@@ -28,9 +29,7 @@ class Line(NamedTuple):
 
 def footprint(setup: Setup, micro_batch_size: int) -> list[Line]:
     """What is in memory at the peak of a step, without any saver but the chunked loss."""
-    moments = [_in_the_loss, _at_the_end]
-    if not setup.compiled:  # fused kernels keep little within a block
-        moments.append(_in_the_last_block)
+    moments = [_in_the_loss, _in_the_last_block, _at_the_end]
     at_peak = [moment(setup, micro_batch_size) for moment in moments]
     return _fixed(setup) + max(at_peak, key=total)
 
@@ -59,85 +58,146 @@ def _fixed(setup: Setup) -> list[Line]:
     P, weights = sum(sizes), sum(rounded(4 * size) for size in sizes)
     counters = rounded(4) * len(sizes)  # AdamW counts the steps of each tensor
     lines = [
-        Line("weights", f"4 B × {P:,} parameters", weights),
-        Line("gradients", f"4 B × {P:,}", weights),
+        Line("weights", f"4 B × {P:,}: parameters", weights),
+        Line("gradients", f"4 B × {P:,}: one for each", weights),
         Line("optimiser state", f"8 B × {P:,}: AdamW's two moments", 2 * weights + counters),
     ]
     if _element(setup) < 4:
         matrices = setup.shape.n_layer * 12 * setup.shape.n_embd**2
         lines.append(
-            Line("weights in half precision", f"2 B × {matrices:,} in the blocks", 2 * matrices)
+            Line("weights in half precision", f"2 B × {matrices:,}: in the blocks", 2 * matrices)
         )
+    if setup.dtype == "float16":
+        size = rounded(4)
+        lines.append(Line("loss scale", f"2 × {size} B: the scale, its tracker", 2 * size))
     return lines
 
 
 def _in_the_loss(setup: Setup, B: int) -> list[Line]:
-    C, N = setup.shape.n_embd, B * setup.shape.block_size
-    return [
-        *_activations(setup, B),
-        _logits(setup, N),
-        Line("temporaries", f"4 B × {N:,} × {C}: the last norm's result", 4 * N * C),
-    ]
+    C, V, E = setup.shape.n_embd, setup.shape.vocab_size, _element(setup)
+    N = B * setup.shape.block_size
+    lines = [*_activations(setup, B), _logits(setup, N)]
+    if not _has_full_logits(setup):
+        formula = f"4 B × {N:,} × {C}: the last norm's result"
+        lines.append(_workspace(setup, formula, 4 * N * C))
+    elif setup.compiled:
+        formula = f"{E} B × {V:,} × {C}: the embedding's new gradient"
+        lines.append(_workspace(setup, formula, E * V * C))
+    return lines
 
 
 def _activations(setup: Setup, B: int) -> list[Line]:
-    """What the backward pass will need of the forward pass."""
-    shape, N, E = setup.shape, B * setup.shape.block_size, _element(setup)
-    L, C, H = shape.n_layer, shape.n_embd, shape.n_head
-    masks = 2 * C if shape.dropout else 0
-    # In float32: the input of two norms, its mean and deviation; of each head a sum per row. In the
-    # precision of the products: the results of the norms, q, k and v, attention, up and GELU.
-    block = 8 * C + 16 + 4 * H + 14 * E * C + masks
-    outer = 4 * C + 8 + 24 + masks // 2  # the last norm's input; tokens, as ids and as targets
-    return [
-        Line(
-            "activations",
-            f"{N:,} tokens × {L} × ((8 + 14·{E})·{C} + 4·{H} + 16{f' + 2·{C}' if masks else ''}) B",
-            N * (L * block + outer),
-        )
-    ]
+    """What the forward pass keeps for the backward pass, by the kind of layer that needs it."""
+    shape, E = setup.shape, _element(setup)
+    L, C, H, T = shape.n_layer, shape.n_embd, shape.n_head, shape.block_size
+    N = B * T
+    statistics = 4 if setup.compiled else 8
+    mask, and_mask = (C, f" + {C}") if shape.dropout else (0, "")
+    blocks = f"{N:,} tokens × {L} layers"
+    norms = Line(
+        # The stream in float32 as it enters either norm, and of each token its mean and deviation.
+        # Compiled kernels keep it normalised, and need no mean.
+        "activations: norms",
+        f"{blocks} × (8·{C} + {2 * statistics}) B",
+        N * L * (8 * C + 2 * statistics),
+    )
+    attention = Line(
+        # In the products' precision the norm's result, queries, keys, values and what the heads
+        # make of them; of each head a sum per token in float32; dropout's mask, in bytes.
+        "activations: attention",
+        f"{blocks} × (5·{E}·{C} + 4·{H}{and_mask}) B",
+        N * L * (5 * E * C + 4 * H + mask),
+    )
+    mlp = Line(
+        # The norm's result, its product, four times as wide, and GELU of that; dropout's mask.
+        "activations: MLP",
+        f"{blocks} × (9·{E}·{C}{and_mask}) B",
+        N * L * (9 * E * C + mask),
+    )
+    positions, and_positions = (4 * T * C, f" + 4·{T:,}·{C}") if setup.compiled else (0, "")
+    ends = Line(
+        # Around the blocks: the stream as it enters the last norm, and what that keeps of a token;
+        # its id and its target. Compiled kernels keep the positions they have looked up.
+        "activations: embedding",
+        f"{N:,} tokens × (4·{C} + {statistics + 16}{and_mask}){and_positions} B: and the last norm",
+        N * (4 * C + statistics + 16 + mask) + positions,
+    )
+    return [norms, attention, mlp, ends]
 
 
 def _logits(setup: Setup, N: int) -> Line:
+    """All logits at once or a chunk of them, with what they need and what becomes of them."""
     C, V, E = setup.shape.n_embd, setup.shape.vocab_size, _element(setup)
-    if setup.loss == "full" or setup.returns_logits:
-        copies = _bytes_per_logit(setup)
-        cast = E * C * (N + V) if E < 4 else 0
-        return Line("logits and loss", f"{copies} B × {N:,} × {V:,}", copies * N * V + cast)
-    rows = min(chunk_rows(C), N)
-    gradients = E * N * C + 4 * V * C
-    cast = E * V * C if E < 4 else 0
-    wide = 0 if E == 4 else E * V * C if setup.compiled else max(4 * rows * V, E * V * C)
-    chunk = E * rows * V
+    if _has_full_logits(setup):  # their input is kept for the backward pass
+        rows, inputs, also = N, N, "logits, their input"
+        per_logit, per_weight = _full_copies(setup)
+    else:  # the gradient of the input is, and a chunk of both is there
+        rows = min(chunk_rows(C), N)
+        inputs, also = N + 2 * rows, "a chunk, gradients"
+        per_logit, per_weight = _chunk_copies(setup, rows)
+    and_weight = f" + {per_weight}·{V:,}·{C}" if per_weight else ""
     return Line(
         "logits and loss",
-        f"{rows} rows × {V:,} at a time, gradients {E} B × {N:,} × {C} + 4 B × {V:,} × {C}",
-        gradients + cast + chunk + wide,
+        f"{per_logit}·{rows:,}·{V:,} + {E}·{inputs:,}·{C}{and_weight} B: {also}",
+        per_logit * rows * V + E * inputs * C + per_weight * V * C,
     )
 
 
-def _bytes_per_logit(setup: Setup) -> int:
-    """Of the full logits: how many bytes each of them takes at the peak."""
+def _full_copies(setup: Setup) -> tuple[int, int]:
+    """Of the full logits: the bytes for each of them, and for each number of the embedding."""
     E = _element(setup)
+    cast = E if E < 4 else 0
     if setup.compiled:  # in the products' precision; if returned, also held, with a zero gradient
-        return 3 * E if setup.returns_logits else E
-    return 12 + (E if setup.returns_logits else 0)  # log-softmax, its gradient, the loss's: float32
+        return 3 * E if setup.returns_logits else E, cast
+    # In float32 the log-softmax, its gradient and the loss's.
+    return 12 + (E if setup.returns_logits else 0), cast
+
+
+def _chunk_copies(setup: Setup, rows: int) -> tuple[int, int]:
+    """The same of a chunk's logits. The embedding's gradient, which they add to, is in float32."""
+    E = _element(setup)
+    if E == 4:
+        return 4, 4
+    # The embedding is cast. Beside that there is what a chunk adds to its gradient or, if that is
+    # more, the log-softmax in float32, of which compiled kernels need no copy.
+    if setup.compiled or 4 * rows < E * setup.shape.n_embd:
+        return E, 4 + 2 * E
+    return E + 4, 4 + E
 
 
 def _in_the_last_block(setup: Setup, B: int) -> list[Line]:
-    C, N, E = setup.shape.n_embd, B * setup.shape.block_size, _element(setup)
-    # Of GELU's input and result the gradients are there, its saved result is not any more.
-    size = N * C * (4 * E + 2) + 4 * setup.shape.vocab_size * C
-    formula = f"{N:,} × {C} × (4·{E} + 2) B within a block, the embedding's gradient"
-    return [*_activations(setup, B), Line("temporaries", formula, size)]
+    C, V, E = setup.shape.n_embd, setup.shape.vocab_size, _element(setup)
+    N = B * setup.shape.block_size
+    # The gradient of the last norm's input has taken its place. That of the MLP's result is one
+    # more if it was cast or dropped. That of GELU's is there beside the result itself, which the
+    # weight's gradient still needs; without a bias compiled kernels make that first.
+    of_result = E if E < 4 or setup.shape.dropout else 0
+    of_gelu = 0 if setup.compiled and not setup.shape.bias else 4 * E
+    within = of_result + of_gelu
+    formula = f"{within}·{N:,}·{C} + 4·({V:,} + 4·{C})·{C} B: gradients in the last block"
+    size = within * N * C + 4 * (V + 4 * C) * C  # of the embedding and a weight as well
+    return [*_activations(setup, B), _workspace(setup, formula, size)]
 
 
 def _at_the_end(setup: Setup, B: int) -> list[Line]:
-    C, V = setup.shape.n_embd, setup.shape.vocab_size
-    sizes = parameter_sizes(setup.shape)
-    waiting = 4 * sum(sizes) if setup.compiled else 4 * V * C  # compiled, all arrive at once
-    formula = "new gradients beside the old, the embedding's twice"
-    return [Line("temporaries", formula, waiting + 4 * V * C + 4 * B * setup.shape.block_size * C)]
+    C, V, N = setup.shape.n_embd, setup.shape.vocab_size, B * setup.shape.block_size
+    if setup.compiled:  # all gradients arrive at once, beside the old ones
+        P = sum(parameter_sizes(setup.shape))
+        formula = f"4 B × ({P:,} + {V:,}·{C} + {N:,}·{C}): new gradients, the embedding's twice"
+        size = 4 * (P + V * C + N * C)
+    else:
+        formula = f"4 B × 3·{V:,}·{C}: the embedding's two gradients and their sum"
+        size = 4 * 3 * V * C
+    return [_workspace(setup, formula, size)]
+
+
+def _workspace(setup: Setup, formula: str, size_bytes: int) -> Line:
+    """What kernels hold for each other at the peak, beside what they keep."""
+    return Line("compile workspace" if setup.compiled else "temporaries", formula, size_bytes)
+
+
+def _has_full_logits(setup: Setup) -> bool:
+    return setup.loss == "full" or setup.returns_logits
 
 
 def _element(setup: Setup) -> int:

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -20,12 +21,15 @@ from nanofit.device import Device
 from nanofit.dist import Ranks
 from nanofit.graphs import CompiledStandIn, Graphs, compiled_graphs
 from nanofit.loader import MicroBatch
+from nanofit.loss import chunk_rows, first_chunks
 from nanofit.optim import build_optimizer
 from nanofit.step import evaluate, train_step
 from nanofit.trace import Buffer, Event, MemoryTrace
 
 CUDA_CONTEXT_BYTES = 420 * 2**20  # of a process on an RTX 4070, beside what torch reserves
 LIBRARY_BYTES = 128 * 2**20  # cuBLAS' workspace and the like, by which simulations were too low
+MOST_SEQUENCES = 4096  # of a micro-batch
+CHUNKS = 3  # of the loss, which all take the same memory: a first, a middle and a last one
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,8 @@ class Setup:
     optimizer_bits: Literal[8, 32] = 32
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Peak memory by micro-batch. It is a straight line."""
+class Curve(NamedTuple):
+    """Memory by micro-batch, in a straight line."""
 
     fixed_bytes: int
     bytes_per_sequence: int
@@ -65,34 +68,6 @@ class Curve:
     def largest(self, limit_bytes: float) -> int:
         """The largest micro-batch under a limit; 0 if there is none."""
         return max(int((limit_bytes - self.fixed_bytes) // self.bytes_per_sequence), 0)
-
-
-def memory_curve(setup: Setup) -> Curve:
-    """What any micro-batch needs, from two simulations; kept for the next time it is asked."""
-    if setup.optimizer_bits == 8:
-        curve = memory_curve(replace(setup, optimizer_bits=32))
-        return replace(curve, fixed_bytes=curve.fixed_bytes - _saved_by_8_bits(setup.shape))
-    # One sequence alone would be off the line by some rounding; and with a budget it takes more of
-    # them until it does not depend on their number what is kept.
-    return simulated_curve(setup, (2, 6) if setup.activation_memory_budget == 1 else (8, 16))
-
-
-def simulated_curve(setup: Setup, sizes: tuple[int, int]) -> Curve:
-    """The line through two simulations."""
-    kept = recall("memory", (setup, sizes))
-    if kept is None:
-        curve = Curve.through({size: simulate(setup, size).peak_bytes for size in sizes})
-        kept = curve.fixed_bytes, curve.bytes_per_sequence
-        keep("memory", (setup, sizes), kept)
-    return Curve(*kept)
-
-
-def _saved_by_8_bits(shape: GPTConfig) -> int:
-    """What 8-bit moments save: torchao's, with a scale for each 256 values, of larger tensors."""
-    with torch.device("meta"):
-        sizes = [parameter.numel() for parameter in GPT(shape).parameters()]
-    saved = 2 * (4 - 1 - 4 / 256)
-    return int(sum(saved * size for size in sizes if size >= 4096 and size % 256 == 0))
 
 
 @dataclass(frozen=True)
@@ -158,7 +133,7 @@ def simulate(setup: Setup, micro_batch_size: int) -> Simulation:
     trace = MemoryTrace()
     graphs = graphs_of(setup, micro_batch_size) if setup.compiled else None
     anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
-    with FakeTensorMode(), anomaly, AsOnCuda(), trace:
+    with FakeTensorMode(), anomaly, AsOnCuda(), first_chunks(CHUNKS), trace:
         model = model_of(setup)
         if graphs:
             model.forward = CompiledStandIn(
@@ -182,6 +157,66 @@ def simulate(setup: Setup, micro_batch_size: int) -> Simulation:
             batches = fake_micro_batches(setup.shape, micro_batch_size)
             evaluate(model, batches, device=device, ranks=Ranks())
     return Simulation(trace.events)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Peak memory by micro-batch: the highest of a few lines, each of one moment in a step."""
+
+    lines: tuple[Curve, ...]
+
+    def at(self, micro_batch_size: int) -> int:
+        return max(line.at(micro_batch_size) for line in self.lines)
+
+    def largest(self, limit_bytes: float) -> int:
+        """The largest micro-batch under a limit; 0 if there is none."""
+        return min(line.largest(limit_bytes) for line in self.lines)
+
+
+def need_of(setup: Setup) -> Need:
+    """What any micro-batch needs, from two simulations; kept for the next time it is asked."""
+    if setup.optimizer_bits == 8:
+        wide = need_of(replace(setup, optimizer_bits=32))
+        saved = saved_by_8_bits(setup.shape)
+        return Need(tuple(Curve(fixed - saved, slope) for fixed, slope in wide.lines))
+    kept = recall("memory", setup)
+    if kept is None:
+        few, many = _sizes_to_simulate(setup)
+        kept = _highest_lines({size: simulate(setup, size) for size in (few, many)})
+        keep("memory", setup, kept)
+    return Need(tuple(Curve(*line) for line in kept))
+
+
+def _sizes_to_simulate(setup: Setup) -> tuple[int, int]:
+    if setup.compiled:
+        return 8, 16  # with fewer it depends on their number what is kept
+    # One sequence alone would be off the line by some rounding; too few chunks, by a lot.
+    few = max(2, -(-CHUNKS * chunk_rows(setup.shape.n_embd) // setup.shape.block_size))
+    return few, 3 * few
+
+
+def _highest_lines(simulations: dict[int, Simulation]) -> list[Curve]:
+    """Every moment of a step needs memory in a straight line; those that are the peak of any size.
+
+    A large micro-batch may have its peak at another moment than a small one.
+    """
+    (few, low), (many, high) = simulations.items()
+    if len(low.events) != len(high.events):
+        return [Curve.through({few: low.peak_bytes, many: high.peak_bytes})]
+    before, after = (np.fromiter(one.allocated(), np.int64) for one in (low, high))
+    slopes = (after - before) // (many - few)
+    fixed = before - few * slopes
+    sizes = np.unique(np.geomspace(1, MOST_SEQUENCES, 200, dtype=np.int64))
+    peaks = {int((fixed + size * slopes).argmax()) for size in sizes}
+    return [Curve(int(fixed[index]), int(slopes[index])) for index in sorted(peaks)]
+
+
+def saved_by_8_bits(shape: GPTConfig) -> int:
+    """What 8-bit moments save: torchao's, with a scale for each 256 values, of larger tensors."""
+    with torch.device("meta"):
+        sizes = [parameter.numel() for parameter in GPT(shape).parameters()]
+    saved = 2 * (4 - 1 - 4 / 256)
+    return int(sum(saved * size for size in sizes if size >= 4096 and size % 256 == 0))
 
 
 def model_of(setup: Setup) -> GPT:
@@ -239,9 +274,12 @@ class AsOnCuda(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.dropout:
-            input, p, train = args
-            return torch.native_dropout(input, p, train)[0] if p and train else input
+        if function is F.dropout:  # of what it calls nothing is told here
+            return _dropout(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
             kwargs = {**kwargs, "dropout_p": 0.0}
         return function(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float, training: bool, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, training)[0] if p and training else input

@@ -159,6 +159,7 @@ class Log:
         )
         self.say(f"step {step}  {name}  {told}".rstrip())
         self.restart_clock(step)
+        self._progress.restart_clock()
         self._timed = None
 
     def restart_clock(self, step: int) -> None:

@@ -1,6 +1,6 @@
-"""What can be traded for memory: the savers, what a step needs with them, and what they cost."""
+"""What can be traded for memory: the savers, and what they cost in time."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import fx
@@ -10,13 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from nanofit.cache import keep, recall
 from nanofit.memory import (
     AsOnCuda,
-    Curve,
     Setup,
     fake_micro_batches,
     graphs_of,
-    memory_curve,
     model_of,
-    simulated_curve,
     simulated_device,
 )
 
@@ -44,32 +41,6 @@ def savers_of(setup: Setup) -> list[Saver]:
 
 def without_savers(setup: Setup) -> Setup:
     return replace(setup, recompute="off", activation_memory_budget=1.0, optimizer_bits=32)
-
-
-@dataclass(frozen=True)
-class Need:
-    """Peak memory by micro-batch: the highest of a few straight lines."""
-
-    lines: tuple[Curve, ...]
-
-    def at(self, micro_batch_size: int) -> int:
-        return max(line.at(micro_batch_size) for line in self.lines)
-
-    def largest(self, limit_bytes: float) -> int:
-        """The largest micro-batch under a limit; 0 if there is none."""
-        return min(line.largest(limit_bytes) for line in self.lines)
-
-
-def need_of(setup: Setup) -> Need:
-    """What any micro-batch needs, in both stages, with any saver.
-
-    Where blocks are computed again the peak of a large micro-batch is another than that of a small
-    one: in a block of the backward pass, not in the loss.
-    """
-    line = memory_curve(setup)
-    if setup.compiled or setup.recompute == "off":
-        return Need((line,))
-    return Need((line, simulated_curve(setup, (48, 64))))
 
 
 def extra_time(setup: Setup) -> float:

@@ -14,16 +14,17 @@ from typing import Any
 from torch import Tensor
 
 from model import GPT
-from nanofit.compiler import compile_in_place, disagreement, uncompile
+from nanofit.compiler import compile_in_place, disagreement, measure, uncompile
 from nanofit.device import Device, DeviceMemory, is_out_of_memory
 from nanofit.dist import OtherProcessFailed, Ranks
 from nanofit.loader import MicroBatch
 from nanofit.step import UpdateInterrupted
-from nanofit.terminal import InputError, first_line
+from nanofit.terminal import InputError, compact, first_line
 
 OUT_OF_MEMORY = "out of memory"
+MIB = 2**20
 
-TIMED_STEPS = 5  # before and after compiling, to tell which is faster
+TIMED_STEPS = 5  # that tell the speed of a stage; the first of a stage does not count
 QUIET_STEPS = 200  # without trouble, after which a smaller micro-batch may grow again
 WATCHED_STEPS = 20  # between looks at how memory and speed are
 MOST_RETRIES = 3  # of the allocator between two looks
@@ -42,8 +43,24 @@ class StagePlan:
     activation_memory_budget: float = 1.0
 
 
+@dataclass
+class StageRow:
+    """How a run computed from a step on, and what came of it as soon as that is measured."""
+
+    step: int
+    stage: str
+    micro_batch: int
+    passes: int
+    reason: str
+    tokens_per_s: float | None = None
+    peak_bytes: int | None = None
+
+
 class Stages:
-    """The stage of a run, its micro-batch size, and what happens when it does not work out."""
+    """The stage of a run, its micro-batch size, and what happens when it does not work out.
+
+    `undo` takes back an update that was interrupted, and tells whether it could.
+    """
 
     def __init__(
         self,
@@ -53,18 +70,23 @@ class Stages:
         *,
         device: Device,
         ranks: Ranks,
+        tokens_per_step: int,
         event: Callable[..., None],
+        undo: Callable[[], bool] = lambda: False,
     ):
         self.stage, self.size = "eager", plan.eager_size
         self.evaluation_size = plan.eager_size
+        self.rows: list[StageRow] = []
         self._model, self._plan, self._sizes = model, plan, sizes
-        self._device, self._ranks, self._event = device, ranks, event
+        self._device, self._ranks, self._tokens_per_step = device, ranks, tokens_per_step
+        self._event, self._undo = event, undo
         self._memory = device.memory()
-        self._watch = _Watch(self._memory, is_timed=device.type == "cuda")
-        self._eager_times: list[float] = []
-        self._probation: list[float] | None = None  # times of compiled steps not yet trusted
-        self._regrow_at: int | None = None
-        self._regrown_size, self._patience = self.size, QUIET_STEPS
+        self._times: list[float] = []  # of steps of this stage that were timed exactly
+        self._eager_seconds: float | None = None  # of a step
+        self._is_on_probation = False  # compiled, and not yet known to be faster
+        self._patience = QUIET_STEPS
+        self._regrow_at = self._regrow_evaluation_at = None
+        self._regrown_size = self.size
 
     def advance(self, step: int, micro_batches: Callable[[int], Iterator[MicroBatch]]) -> None:
         """Enter the stage that `step` belongs to, after a look at how the steps before went.
@@ -72,8 +94,10 @@ class Stages:
         A new stage is tried out first on a micro-batch of the step.
         """
         after = self._plan.compile_after
-        if self._probation is not None and len(self._probation) > TIMED_STEPS:
-            self._judge(step)
+        if not self.rows:
+            self._change(step, size=self.size, reason="the run begins" if step == 0 else "resumed")
+        elif self.rows[-1].tokens_per_s is None and len(self._times) > TIMED_STEPS:
+            self._measured(step)
         elif self._watch.is_due():
             self._look_for_trouble(step)
         if self.stage == "eager" and after is not None and step >= after:
@@ -105,6 +129,8 @@ class Stages:
 
     def evaluate(self, step: int, attempt: Callable[[int], float]) -> float:
         """Evaluate, in smaller micro-batches if memory runs out; they have a size of their own."""
+        if self._regrow_evaluation_at is not None and step >= self._regrow_evaluation_at:
+            self.evaluation_size, self._regrow_evaluation_at = self.size, None
         while True:
             try:
                 return attempt(self.evaluation_size)
@@ -113,7 +139,20 @@ class Stages:
                     raise
             self.make_room()
             self.evaluation_size = self._smaller(self.evaluation_size)
+            self._regrow_evaluation_at = step + QUIET_STEPS
             self._event(step, "evaluation shrunk", micro_batch=self.evaluation_size)
+
+    def table(self) -> Iterator[str]:
+        """What the run went through, a line for each stage."""
+        layout = "{:7} {:>7}  {:14}  {:>11}  {:>8}  {:>8}  {}"
+        yield layout.format(
+            "stages", "step", "stage", "micro-batch", "tokens/s", "peak MiB", "why"
+        ).rstrip()
+        for row in self.rows:
+            batch = f"{row.micro_batch} × {row.passes}"
+            speed = compact(row.tokens_per_s) if row.tokens_per_s else "-"
+            peak = f"{row.peak_bytes / MIB:,.0f}" if row.peak_bytes else "-"
+            yield layout.format("", row.step, row.stage, batch, speed, peak, row.reason)
 
     def _compile(self, step: int, micro_batches: Callable[[int], Iterator[MicroBatch]]) -> None:
         """Compile for the size found for it; if that does not fit any more, for the eager one."""
@@ -127,39 +166,51 @@ class Stages:
             self.make_room()
             self._give_up_compiling(step, failure or "it failed in another process")
             return
-        self._probation = []
+        self._eager_seconds = self._step_seconds()
+        self._is_on_probation = True
         reason = f"compiled in {time.monotonic() - started:.0f} s"
         self._change(step, stage="compiled", size=size, reason=reason)
+        if size < self._plan.compiled_size:
+            self._regrow_later(step, self._plan.compiled_size)
 
     def _try_compiled(self, batch: MicroBatch) -> str | None:
         """Why the model cannot be compiled for such micro-batches, if it cannot."""
+        model, plan, device = self._model, self._plan, self._device
         try:
             with self._ranks.all_or_none():
-                compile_in_place(self._model, self._plan.activation_memory_budget)
-                return disagreement(self._model, batch, self._device, rows=self._plan.eager_size)
+                eager = measure(model, batch, device, rows=plan.eager_size)
+                compile_in_place(model, plan.activation_memory_budget)
+                compiled = measure(model, batch, device, rows=len(batch.idx))
+                return disagreement(eager, compiled, dropout=model.config.dropout)
         except Exception as error:  # torch.compile fails in as many ways as there are machines
+            uncompile(model, plan.recompute)
             return OUT_OF_MEMORY if is_out_of_memory(error) else _told(error)
 
     def _give_up_compiling(self, step: int, reason: str) -> None:
         uncompile(self._model, self._plan.recompute)
-        self._probation = None
+        self._is_on_probation = False
         self._change(step, stage="eager for good", size=self._plan.eager_size, reason=reason)
 
     def _timed(self, step: int, attempt: Callable) -> tuple[Tensor, Tensor]:
-        """Do a step and note its time: exactly, where that decides about compiling."""
-        after = self._plan.compile_after
-        is_last_eager = self.stage == "eager" and after is not None and step >= after - TIMED_STEPS
-        is_exact = is_last_eager or self._probation is not None
+        """Do a step and note its time: exactly, where that tells the speed of a stage."""
+        is_exact = len(self._times) <= TIMED_STEPS or self._is_last_eager(step)
         started = self._now(is_exact)
         result = attempt(self.size)
         seconds = self._now(is_exact) - started
-        if is_last_eager:
-            self._eager_times.append(seconds)
-        elif self._probation is not None:
-            self._probation.append(seconds)
+        if is_exact:
+            self._times.append(seconds)
         else:
             self._watch.note(seconds)
         return result
+
+    def _is_last_eager(self, step: int) -> bool:
+        """Whether compiled steps will be compared with this one."""
+        after = self._plan.compile_after
+        return self.stage == "eager" and after is not None and step >= after - TIMED_STEPS
+
+    def _step_seconds(self) -> float | None:
+        counted = self._times[1:][-TIMED_STEPS:]
+        return median(counted) if counted else None
 
     def _look_for_trouble(self, step: int) -> None:
         trouble = self._watch.trouble()
@@ -171,24 +222,31 @@ class Stages:
             self._device.wait()
         return time.monotonic()
 
-    def _judge(self, step: int) -> None:
-        """Keep the compiled model only if it is faster; its first step does not count."""
-        compiled = median(self._probation[1:])
-        eager = median(self._eager_times) if self._eager_times else None
-        self._probation = None
-        if self._ranks.any(eager is not None and compiled > eager):
-            reason = f"a compiled step took {compiled:.3g} s, an eager one {eager:.3g} s"
+    def _measured(self, step: int) -> None:
+        """Tell how fast the stage is; keep a newly compiled model only if it is faster."""
+        seconds, eager, row = self._step_seconds(), self._eager_seconds, self.rows[-1]
+        row.tokens_per_s = self._tokens_per_step / seconds
+        row.peak_bytes = self._memory.peak_bytes()
+        is_compared = self._is_on_probation and eager is not None
+        gain = {"times_faster": round(eager / seconds, 2)} if is_compared else {}
+        measures = {
+            "tokens_per_s": round(row.tokens_per_s),
+            "peak_mib": round(row.peak_bytes / MIB),
+        }
+        self._event(step, "stage measured", **self._state(), **measures, **gain)
+        if self._ranks.any(is_compared and seconds > eager):
+            reason = f"a compiled step took {seconds:.3g} s, an eager one {eager:.3g} s"
             self._give_up_compiling(step, reason)
-        else:
-            gain = {"times_faster": round(eager / compiled, 2)} if eager else {}
-            self._event(step, "compiled stage kept", **self._state(), **gain)
+        self._is_on_probation = False
 
     def _trouble(self, error: Exception) -> str | None:
         """Why a failed step is worth another try; None if it is not."""
-        if _is_lack_of_memory(error):
+        if isinstance(error, UpdateInterrupted) and self._ranks.any(not self._undo()):
+            return None
+        if isinstance(error, UpdateInterrupted) or _is_lack_of_memory(error):
             can_shrink = self.size > 1 or self.stage == "compiled"
             return OUT_OF_MEMORY if can_shrink else None
-        is_first_compiled = self._probation == [] and not isinstance(error, UpdateInterrupted)
+        is_first_compiled = self.stage == "compiled" and not self._times
         return _told(error) if is_first_compiled else None
 
     def _step_back(self, step: int, trouble: str) -> None:
@@ -199,10 +257,13 @@ class Stages:
 
     def _shrink(self, step: int, reason: str) -> None:
         """Go on in smaller micro-batches; try the old size again later, each time much later."""
-        if self._regrow_at is None:
-            self._regrown_size = self.size
+        largest = self.size if self._regrow_at is None else self._regrown_size
         self._change(step, size=self._smaller(self.size), reason=reason)
-        self._regrow_at, self._patience = step + self._patience, 2 * self._patience
+        self._regrow_later(step, largest)
+
+    def _regrow_later(self, step: int, size: int) -> None:
+        self._regrown_size, self._regrow_at = size, step + self._patience
+        self._patience *= 2
 
     def _smaller(self, size: int) -> int:
         return max((one for one in self._sizes if one < size), default=1)
@@ -216,18 +277,19 @@ class Stages:
     def _change(self, step: int, *, size: int, reason: str, stage: str | None = None) -> None:
         self.stage, self.size = stage or self.stage, self._ranks.least(size)
         # What the trial of a stage evaluated fits; and another size would be compiled once more.
-        self.evaluation_size = self.size if stage else min(self.evaluation_size, self.size)
+        is_as_large = stage or self._regrow_evaluation_at is None
+        self.evaluation_size = self.size if is_as_large else min(self.evaluation_size, self.size)
         self._regrow_at = None
+        self._times = []
         self._watch = _Watch(self._memory, is_timed=self._device.type == "cuda")
+        self._memory.forget_peak()
+        passes = -(-self._sizes[-1] // self.size)
+        self.rows.append(StageRow(step, self.stage, self.size, passes, reason))
         self._event(step, "stage", **self._state(), reason=reason)
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "now": self.stage,
-            "micro_batch": self.size,
-            "passes": -(-self._sizes[-1] // self.size),
-            "peak_mib": round(self._memory.peak_bytes() / 2**20),
-        }
+        row = self.rows[-1]
+        return {"now": row.stage, "micro_batch": row.micro_batch, "passes": row.passes}
 
 
 class _Watch:

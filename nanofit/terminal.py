@@ -112,6 +112,10 @@ class Progress:
         except OSError:  # the log file's disk is full, or the terminal is gone: the job goes on
             self._console.quiet = True
 
+    def restart_clock(self) -> None:
+        """Leave what was done so far out of the speed: it was another one."""
+        self._first, self._started = self.done, time.monotonic()
+
     def eta(self) -> str:
         """Time left at the speed so far."""
         advanced = self.done - self._first

@@ -39,10 +39,12 @@ class TrialResult:
     """What a trial told; without a peak it did not survive, for the reason given."""
 
     peak_bytes: int | None = None
+    peak_allocated_bytes: int | None = None  # of that by tensors
     is_too_large: bool = False  # rather than broken, which a smaller size would be as well
     free_bytes: int | None = None  # before it began
     used_bytes: int = 0  # without any tensor
-    retries: int = 0
+    retries: int = 0  # of allocations
+    spilled_bytes: int = 0  # into the host's memory
     tokens_per_s: float = 0.0
     reason: str = ""
 
@@ -113,7 +115,9 @@ def _child(order: dict[str, Any]) -> TrialResult:
     return replace(
         before,
         peak_bytes=memory.peak_bytes(),
+        peak_allocated_bytes=memory.peak_allocated_bytes(),
         retries=memory.retries(),
+        spilled_bytes=memory.spilled_bytes(),
         tokens_per_s=tokens_per_s,
     )
 

@@ -1,10 +1,14 @@
 """What a machine is: published peaks for known cards, None for unknown ones, clear refusals."""
 
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import PROJECT
 
 from nanofit.device import (
     CARDS,
@@ -215,6 +219,9 @@ def test_memory_of_a_card_is_limited_and_counted_in_what_torch_reserves(monkeypa
         "mem_get_info": (4_000, 12_000),
         "memory_reserved": 1_000,
         "memory_stats": {"num_alloc_retries": 3},
+        "max_memory_allocated": 6_000,
+        "memory_allocated": 2_500,
+        "device_memory_used": 700,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda _device, answer=answer: answer)
@@ -230,7 +237,29 @@ def test_memory_of_a_card_is_limited_and_counted_in_what_torch_reserves(monkeypa
     memory.limit(13_000)
     assert limits == [(0.75, card), (1.0, card)]
     assert (memory.peak_bytes(), memory.free_bytes(), memory.retries()) == (7_000, 5_000, 3)
-    assert memory.used_bytes() == 0
+    assert (memory.used_bytes(), memory.can_run_out()) == (0, True)
+    assert (memory.peak_allocated_bytes(), memory.vacated_bytes()) == (6_000, 3_500)
+    assert memory.spilled_bytes() == 300
+    monkeypatch.undo()  # and without NVML
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 1_000)
+    assert memory.spilled_bytes() == 0
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
+def test_settings_of_the_allocator_that_a_user_made_are_kept(monkeypatch, name):
+    for one in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(one, raising=False)
+    if name:
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+    card = SimpleNamespace(name="a card", total_memory=2**33, major=8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    describe_device("cuda")
+    settings = {key: value for key, value in os.environ.items() if key.endswith("_ALLOC_CONF")}
+    expected = {name: "max_split_size_mb:64"} if name else None
+    assert settings == (expected or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 @pytest.mark.parametrize(
@@ -255,3 +284,22 @@ def test_memory_of_this_process_is_counted_as_linux_does():
     block = torch.ones(2**30, dtype=torch.uint8)  # more than any test before has left resident
     assert memory.peak_bytes() - started >= 0.5 * block.numel()
     assert memory.free_bytes() is None
+    del block
+    assert memory.vacated_bytes() >= 0.5 * 2**30
+    memory.forget_peak()
+    assert memory.vacated_bytes() < 0.1 * 2**30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_limit_that_the_machine_does_not_allow_is_refused_in_a_line():
+    hard_bytes = 2**40
+    script = (
+        "import resource; "
+        f"resource.setrlimit(resource.RLIMIT_DATA, ({hard_bytes}, {hard_bytes})); "
+        "from nanofit.device import describe_device; "
+        f"describe_device('cpu').memory().limit({hard_bytes} + 1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True
+    )
+    assert f"InputError: memory_limit is {hard_bytes + 1}, but" in done.stderr

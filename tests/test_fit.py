@@ -1,5 +1,6 @@
 """The fit of a run, found and proven under real memory limits, against trying every size."""
 
+import re
 import sys
 from dataclasses import replace
 
@@ -7,13 +8,22 @@ import pytest
 
 from model import GPTConfig
 from nanofit.config import RunConfig, TrainConfig
-from nanofit.device import describe_device
+from nanofit.device import CARDS, describe_device
 from nanofit.dist import Ranks
-from nanofit.fit import LADDER, Savers, _Fitter, find_fit, usable_bytes
+from nanofit.explain import budget_of
+from nanofit.fit import (
+    LADDER,
+    Savers,
+    _Fitter,
+    find_fit,
+    judged,
+    smallest_card,
+    usable_bytes,
+)
 from nanofit.memory import Setup
 from nanofit.search import sizes_for
 from nanofit.terminal import InputError
-from nanofit.trial import run_trial
+from nanofit.trial import TrialResult, run_trial
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 
@@ -75,14 +85,52 @@ def test_broken_compiler_costs_the_compiled_size_and_not_the_run(monkeypatch, tm
     assert "no size for the compiled stage: a trial failed" in capsys.readouterr().out
 
 
-def test_nothing_fits_and_the_error_says_what_would():
-    with pytest.raises(InputError, match=r"--block_size=64 would need [\d,]+ MiB"):
-        find(
-            memory_limit="100MB",
-            recompute="block",
-            activation_memory_budget=0.5,
-            optimizer_bits=8,
-        )
+def test_nothing_fits_and_what_the_error_advises_does():
+    all_savers = dict(recompute="block", activation_memory_budget=0.5, on_spike="skip")
+    with pytest.raises(InputError, match=r"--block_size=64 \d+, --n_embd=32 \d+") as caught:
+        find(memory_limit="100MB", **all_savers)
+    advised = re.search(r"--memory_limit=(\w+)", str(caught.value))[1]
+    assert find(memory_limit=advised, **all_savers).eager.size >= 1
+
+
+def test_ladder_is_climbed_where_one_sequence_does_not_fit_without():
+    shape = replace(SHAPE, n_layer=8, block_size=2048)
+    setup = Setup(shape, dtype="float32")
+    without, with_all = (
+        run_trial(replace(setup, recompute=mode), 1, device="cpu", limit_bytes=10**9).peak_bytes
+        for mode in ("off", "block")
+    )
+    limit = (without + with_all) // 2
+    fit = find(shape=shape, memory_limit=str(limit), on_spike="skip")
+    assert fit.savers in LADDER[1:]
+    assert fit.eager.size >= 1
+    assert fit.eager.peak_bytes <= limit
+    assert f"recompute {fit.savers.recompute}" in "".join(fit.lines(96))
+
+
+@pytest.mark.parametrize(
+    ("trial", "reason"),
+    [
+        (dict(retries=3, tokens_per_s=60.0), ""),
+        (dict(retries=4, tokens_per_s=60.0), "4 allocations had to be repeated"),
+        (dict(spilled_bytes=2**30, tokens_per_s=60.0), "1,024 MiB spilled"),
+        (dict(tokens_per_s=40.0), "far slower"),
+    ],
+)
+def test_trial_that_only_seems_to_survive_counts_as_too_large(trial, reason):
+    seen = judged(TrialResult(peak_bytes=1000, **trial), smaller_speeds=[50.0, 100.0])
+    assert (seen.peak_bytes is None, seen.is_too_large) == (bool(reason), bool(reason))
+    assert reason in seen.reason
+
+
+def test_smallest_card_is_the_first_on_which_the_simulated_step_is_said_to_fit():
+    needed = 6 * 2**30
+    card = smallest_card(needed, RUN)
+    assert budget_of(card.name, None, RUN).limit_bytes >= needed
+    for other in CARDS:
+        if other.memory_mib < card.memory_mib:
+            assert budget_of(other.name, None, RUN).limit_bytes < needed
+    assert smallest_card(2**50, RUN) is None
 
 
 def test_reserve_is_five_percent_and_a_little_or_as_told():

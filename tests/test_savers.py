@@ -1,11 +1,11 @@
 """What savers cost, counted from the work itself, against arithmetic."""
 
 import pytest
-from simulations import TINY, simulate
+from simulations import TINY
 
 from model import GPT
 from nanofit.memory import Setup
-from nanofit.savers import extra_time, need_of, savers_of, step_flops, without_savers
+from nanofit.savers import extra_time, savers_of, step_flops, without_savers
 
 SEQUENCES = 8
 
@@ -53,9 +53,3 @@ def test_each_saver_is_on_alone(compiled):
         knob, _, value = name.partition("=")
         assert str(getattr(setup, knob)) == value
         assert setup != plain == without_savers(setup)
-
-
-@pytest.mark.parametrize("size", [2, 16, 200])
-def test_need_with_recompute_is_that_of_a_simulation(size):
-    setup = Setup(TINY, recompute="block")
-    assert need_of(setup).at(size) == pytest.approx(simulate(setup, size).peak_bytes, rel=0.03)

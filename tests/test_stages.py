@@ -1,5 +1,6 @@
 """Stages of a run: what happens to its losses when memory runs out or compiling goes wrong."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -15,6 +16,12 @@ from nanofit.optim import build_optimizer
 from nanofit.stages import StagePlan, Stages
 from nanofit.step import UpdateInterrupted, evaluate, train_step
 from nanofit.trace import MemoryBudget
+from nanofit.undo import UpdateUndo
+
+if sys.platform == "linux":
+    import resource
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 
 SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
 SEQUENCES = 12
@@ -33,11 +40,22 @@ class Run:
         self.events: list[dict] = []
         self.sizes: list[int] = []
         self.stages = Stages(
-            self.model, plan, SIZES, device=device, ranks=Ranks(), event=self._event
+            self.model,
+            plan,
+            SIZES,
+            device=device,
+            ranks=Ranks(),
+            tokens_per_step=SEQUENCES * SHAPE.block_size,
+            event=self._event,
+            undo=UpdateUndo(self.optimizer, device.memory()).undo,
         )
 
     def _event(self, step, name, **details):
         self.events.append({"step": step, "name": name, **details})
+
+    def changes(self) -> list[dict]:
+        """The stages entered after the first."""
+        return [event for event in self.events if event["name"] == "stage"][1:]
 
     def learn(self, step: int) -> float:
         self.stages.advance(step, partial(micro_batches, step))
@@ -106,7 +124,7 @@ def test_step_that_runs_out_of_memory_is_done_again_in_smaller_micro_batches():
         losses += [run.learn(2), run.learn(3)]
     assert run.sizes == [12, 12, 12, 6, 6]
     assert losses == pytest.approx(undisturbed(4), abs=1e-6)
-    (event,) = run.events
+    (event,) = run.changes()
     assert (event["step"], event["micro_batch"], event["passes"]) == (2, 6, 2)
     assert event["reason"] == "out of memory"
 
@@ -175,6 +193,44 @@ def test_growing_again_too_early_costs_one_attempt_and_then_waits_longer(monkeyp
     assert run.sizes == [12, 12, 6, 6, 12, 6, 6, 6, 6, 12, 6]
 
 
+@pytest.fixture
+def _memory_can_run_out():
+    """As far as a run can tell: the limit is never met."""
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (2**46, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+@needs_linux
+@pytest.mark.usefixtures("_memory_can_run_out")
+@pytest.mark.parametrize("interrupted_step", [0, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_update_interrupted_half_way_is_undone_and_the_step_done_again(
+    monkeypatch, dtype, interrupted_step
+):
+    device = describe_device("cpu", dtype)
+    expected = undisturbed(4, device)
+    run, update, calls = Run(StagePlan(12, 12, None), device), torch._fused_adamw_, []
+
+    def fail_once(*arguments, **options):
+        calls.append(None)
+        if len(calls) == 2 * interrupted_step + 2:  # of a step's two groups one is updated
+            raise torch.OutOfMemoryError("no room")
+        return update(*arguments, **options)
+
+    run.model.register_forward_hook(leave_room)
+    monkeypatch.setattr(torch, "_fused_adamw_", fail_once)
+    losses = [run.learn(step) for step in range(4)]
+    assert run.sizes == [12] * (interrupted_step + 1) + [6] * (4 - interrupted_step)
+    assert losses == pytest.approx(expected, abs=1e-6 if dtype == "float32" else 2e-3)
+
+
+def leave_room(*_):
+    """Take memory and give it back, as activations do."""
+    torch.ones(2**24)
+
+
 def test_interrupted_update_is_not_repeated_on_top_of_itself():
     run = Run(StagePlan(12, 12, None))
     with MemoryBudget() as budget:
@@ -217,6 +273,77 @@ def test_evaluation_shrinks_on_its_own():
     assert run.model.training
 
 
+def test_evaluation_grows_again_after_a_quiet_while(monkeypatch):
+    monkeypatch.setattr(module, "QUIET_STEPS", 3)
+    run, tried = Run(StagePlan(12, 12, None)), []
+
+    def attempt(size):
+        tried.append(size)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError
+        return 0.0
+
+    for step in range(1, 6):
+        run.stages.evaluate(step, attempt)
+    assert tried == [12, 6, 6, 6, 12, 12]
+
+
+def test_every_stage_is_a_row_of_the_table_with_its_speed_and_peak(monkeypatch):
+    monkeypatch.setattr(module, "QUIET_STEPS", 8)
+    run, seconds = Run(StagePlan(12, 12, None)), 0.25
+    time = [0.0]
+
+    def now(_exactly):
+        time[0] += seconds
+        return time[0]
+
+    monkeypatch.setattr(run.stages, "_now", now)
+    run.learn(0)
+    with MemoryBudget(memory_needed(6) + 1000) as budget:
+        budget.adopt(everything(run))
+        run.learn(1)
+    for step in range(2, 17):
+        run.learn(step)
+    tokens_per_s = SEQUENCES * SHAPE.block_size / seconds
+    assert [(row.step, row.micro_batch, row.passes) for row in run.stages.rows] == [
+        (0, 12, 1),
+        (1, 6, 2),
+        (9, 12, 1),
+    ]
+    assert [row.tokens_per_s for row in run.stages.rows] == [None, tokens_per_s, tokens_per_s]
+    assert run.stages.rows[2].peak_bytes > 0
+    title, *lines = run.stages.table()
+    assert [line.split()[:3] for line in lines] == [
+        ["0", "eager", "12"],
+        ["1", "eager", "6"],
+        ["9", "eager", "12"],
+    ]
+    assert [line.index("×") < title.index("tokens/s") for line in lines] == [True] * 3
+    measured = [event for event in run.events if event["name"] == "stage measured"]
+    assert [event["tokens_per_s"] for event in measured] == [tokens_per_s] * 2
+
+
+def test_compiled_size_that_does_not_fit_at_first_is_tried_again_later(monkeypatch):
+    monkeypatch.setattr(module, "QUIET_STEPS", 3)
+    run, room = Run(StagePlan(eager_size=4, compiled_size=12, compile_after=1)), [4]
+
+    def compile_greedily(**_):
+        def forward(idx, targets):
+            if len(idx) > room[0]:
+                raise torch.OutOfMemoryError("no room")
+            return GPT.forward(run.model, idx, targets)
+
+        run.model._compiled_call_impl = forward
+
+    monkeypatch.setattr(run.model, "compile", compile_greedily)
+    losses = [run.learn(0), run.learn(1)]
+    room[0] = 12
+    losses += [run.learn(step) for step in range(2, 6)]
+    assert run.sizes == [4, 4, 4, 4, 12, 12]
+    assert run.stages.stage == "compiled"
+    assert losses == pytest.approx(undisturbed(6), abs=1e-6)
+
+
 def test_compiled_stage_regrows_and_keeps_the_curve():
     torch._dynamo.reset()  # other tests may have used up what it allows of recompilations
     run = Run(StagePlan(eager_size=4, compiled_size=12, compile_after=2))
@@ -224,7 +351,7 @@ def test_compiled_stage_regrows_and_keeps_the_curve():
     assert run.sizes == [4, 4, 12, 12, 12]
     assert run.stages.stage == "compiled"
     assert losses == pytest.approx(undisturbed(5), abs=1e-5)
-    assert [event["now"] for event in run.events] == ["compiled"]
+    assert [event["now"] for event in run.changes()] == ["compiled"]
     assert not any(name.startswith("_orig_mod") for name in run.model.state_dict())
 
 
@@ -238,19 +365,28 @@ def test_failing_compiler_leaves_an_eager_run_with_its_curve(monkeypatch, tmp_pa
     assert run.stages.stage == "eager for good"
     assert run.sizes == [6, 6, 6]
     assert losses == pytest.approx(undisturbed(3), abs=1e-6)
-    assert len(run.events) == 1  # it is tried once
+    assert len(run.changes()) == 1  # it is tried once
 
 
-def test_compiled_model_that_disagrees_is_not_kept(monkeypatch):
+@pytest.mark.parametrize(
+    ("wrong", "change"),
+    [
+        ("evaluation loss", lambda loss: loss * 1.5),
+        ("training loss", lambda loss: loss * 1.5 if loss.requires_grad else loss),
+        ("gradient norm", lambda loss: loss + 0.5 * (loss - loss.detach())),
+        ("evaluation loss nan", lambda loss: loss * float("nan")),
+    ],
+)
+def test_compiled_model_that_disagrees_is_not_kept(monkeypatch, wrong, change):
     run = Run(StagePlan(12, 12, compile_after=1))
 
     def compile_wrongly(**_):
-        run.model._compiled_call_impl = lambda *args: GPT.forward(run.model, *args) * 1.5
+        run.model._compiled_call_impl = lambda *args: change(GPT.forward(run.model, *args))
 
     monkeypatch.setattr(run.model, "compile", compile_wrongly)
     losses = [run.learn(step) for step in range(3)]
     assert run.stages.stage == "eager for good"
-    assert "differs" in run.events[0]["reason"]
+    assert wrong in run.changes()[0]["reason"]
     assert losses == pytest.approx(undisturbed(3), abs=1e-6)
 
 
@@ -270,11 +406,11 @@ def test_slower_compiled_model_is_given_up(monkeypatch):
     monkeypatch.setattr(run.stages, "_now", now)
     losses = [run.learn(step) for step in range(12)]
     assert run.stages.stage == "eager for good"
-    assert "a compiled step took 0.75 s, an eager one 0.5 s" in run.events[-1]["reason"]
+    assert "a compiled step took 0.75 s, an eager one 0.5 s" in run.changes()[-1]["reason"]
     assert losses == pytest.approx(undisturbed(12), abs=1e-6)
 
 
 def test_compile_off_never_tries():
     run = Run(StagePlan(12, 12, compile_after=None))
     run.stages.advance(10**9, partial(micro_batches, 0))
-    assert (run.stages.stage, run.events) == ("eager", [])
+    assert (run.stages.stage, run.changes()) == ("eager", [])
