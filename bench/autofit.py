@@ -3,7 +3,7 @@
     python bench/autofit.py [--limits 8] [--rechecks 20] [--peer_rechecks 5] [--folder FOLDER]
 
 One small model on one CPU thread under limits of the process' data, so that memory really runs
-out. The limits leave rooms in geometric order, from one sequence to about a hundred. Each way
+out. The limits leave rooms in geometric order, from a few sequences to about a hundred. Each way
 runs in a process of its own; all get the same room beyond what their process holds before there
 is a model, so that no library pays for its imports. What truly fits is found by trying every size
 around the edge. Answers are kept in the folder; given that of an interrupted bench, it goes on.
@@ -11,19 +11,15 @@ around the edge. Answers are kept in the folder; given that of an interrupted be
 
 import argparse
 import gc
-import io
 import json
-import multiprocessing
 import os
 import platform
-import runpy
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -50,8 +46,8 @@ SHAPE = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=64, vocab_size=8192
 SETUP = Setup(SHAPE, dtype="float32", loss="full")
 SEQUENCES = TrainConfig().sequences_per_step
 DIVISORS = [size for size in range(1, SEQUENCES + 1) if SEQUENCES % size == 0]
-LEAST_ROOM, MOST_ROOM = 36 * MIB, 720 * MIB
-WARMING_ROOMS = 45 * MIB, 600 * MIB  # of earlier fits, whose peaks are remembered
+LEAST_ROOM, MOST_ROOM = 48 * MIB, 720 * MIB
+WARMING_ROOMS = 60 * MIB, 600 * MIB  # of earlier fits, whose peaks are remembered
 EDGE = 2  # sizes on either side of the edge that are all tried
 TIMES = 3  # that a size has to survive, of as many, to count as fitting
 
@@ -128,14 +124,14 @@ def look_at(
     ask: "Answers", base_bytes: int, limit_bytes: int, arguments: argparse.Namespace
 ) -> Case:
     room_bytes = limit_bytes - base_bytes
-    largest, divisor = ask("truth", room_bytes=room_bytes)
+    largest, divisor = ask("truth", limit_bytes=limit_bytes)
     searches = {way: Search(**ask(way, limit_bytes=limit_bytes)) for way in OURS}
     searches |= {way: Search(**ask(way, room_bytes=room_bytes)) for way in PEERS}
     our_sizes = {searches[way].size for way in OURS}
     other_sizes = {searches[way].size for way in PEERS} - our_sizes
     rechecks = {}
     for sizes, times in (our_sizes, arguments.rechecks), (other_sizes, arguments.peer_rechecks):
-        survived = ask("recheck", room_bytes=room_bytes, sizes=sorted(sizes), times=times)
+        survived = ask("recheck", limit_bytes=limit_bytes, sizes=sorted(sizes), times=times)
         for size, count in zip(sorted(sizes), survived, strict=True):
             rechecks[size] = count, times
     return Case(limit_bytes, largest, divisor, searches, rechecks)
@@ -171,21 +167,21 @@ class Answers:
 
 def base() -> int:
     """What the child of a trial holds before there is a model."""
-    return run_trial(SETUP, 0, device="cpu", limit_bytes=None).used_bytes
+    return run_trial(SETUP, 1, device="cpu", limit_bytes=None).used_bytes
 
 
-def truth(room_bytes: int) -> tuple[int, int]:
+def truth(limit_bytes: int) -> tuple[int, int]:
     """The largest size of all, and the largest divisor, that truly fit."""
     fits, dies = 0, SEQUENCES + 1
     while fits + 1 < dies:
         middle = (fits + dies) // 2
-        if survives(middle, room_bytes):
+        if survives(middle, limit_bytes):
             fits = middle
         else:
             dies = middle
 
     def is_fitting(size: int) -> bool:
-        return all(survives(size, room_bytes) for _ in range(TIMES))
+        return all(survives(size, limit_bytes) for _ in range(TIMES))
 
     around = range(min(fits + EDGE, SEQUENCES), 0, -1)
     largest = next(filter(is_fitting, around), 0)
@@ -194,31 +190,13 @@ def truth(room_bytes: int) -> tuple[int, int]:
     return largest, next(filter(is_fitting, [*above, *reversed(below)]), 0)
 
 
-def recheck(room_bytes: int, sizes: list[int], times: int) -> list[int]:
+def recheck(limit_bytes: int, sizes: list[int], times: int) -> list[int]:
     """How often each size survived."""
-    return [sum(survives(size, room_bytes) for _ in range(times)) for size in sizes]
+    return [sum(survives(size, limit_bytes) for _ in range(times)) if size else 0 for size in sizes]
 
 
-def survives(size: int, room_bytes: int) -> bool:
-    """A trial as autofit's own, in a fork of this process, which saves it the imports."""
-    order = {
-        "setup": asdict(SETUP),
-        "micro_batch_size": size,
-        "device": "cpu",
-        "limit_bytes": room_bytes + describe_device("cpu").memory().used_bytes(),
-    }
-    child = multiprocessing.get_context("fork").Process(target=_run_trial_here, args=(order,))
-    child.start()
-    child.join()
-    return child.exitcode == 0
-
-
-def _run_trial_here(order: dict) -> None:
-    sys.argv = ["nanofit.trial", json.dumps(order)]
-    del sys.modules["nanofit.trial"]  # it runs as a script does
-    with redirect_stdout(io.StringIO()) as said:
-        runpy.run_module("nanofit.trial", run_name="__main__")
-    sys.exit(json.loads(said.getvalue())["peak_bytes"] is None)
+def survives(size: int, limit_bytes: int) -> bool:
+    return run_trial(SETUP, size, device="cpu", limit_bytes=limit_bytes).peak_bytes is not None
 
 
 def ours_cold(limit_bytes: int) -> dict:
@@ -248,7 +226,8 @@ def ours_warm(limit_bytes: int) -> dict:
     search.seconds = time.monotonic() - started
     search.size, search.peak_bytes = fit.eager.size, fit.eager.peak_bytes
     search.steps = 2 * len(search.trials)
-    search.forecast_bytes = base() + need_of(SETUP).at(fit.eager.size)
+    own_bytes = run_trial(SETUP, 0, device="cpu", limit_bytes=None).used_bytes
+    search.forecast_bytes = own_bytes + need_of(SETUP).at(fit.eager.size)
     return asdict(search)
 
 
@@ -416,7 +395,7 @@ def print_ways(cases: list[Case]) -> None:
 
 def print_cases(cases: list[Case], base_bytes: int) -> None:
     print(
-        f"\nChosen sizes; a process without a model takes {base_bytes / MIB:.0f} MiB. In brackets "
+        f"\nChosen sizes; a process takes {base_bytes / MIB:.0f} MiB without a model. In brackets "
         "what autofit tried, × what died; then its forecast and the measured peak.\n\n"
         "| limit MiB | largest | divisor | " + " | ".join((*OURS, *PEERS)) + " | forecast | "
         "peak |\n" + "|--:" * (5 + len(OURS) + len(PEERS)) + "|"

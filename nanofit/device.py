@@ -194,6 +194,9 @@ class DeviceMemory:
         """Let allocations beyond a limit fail."""
         raise InputError(f"memory_limit is not possible on {self._device.type}; leave it out")
 
+    def return_freed(self) -> None:
+        """Give back what is freed, from now on, so that it does not count as used."""
+
     def used_bytes(self) -> int:
         """In the units of the limit: what is used when no tensor is there yet."""
         return 0
@@ -286,16 +289,20 @@ class _CpuMemory(DeviceMemory):
     def limit(self, limit_bytes: int) -> None:
         if not self._data_bytes:
             raise InputError("memory_limit on a CPU needs Linux; leave it out")
-        import ctypes
         import resource  # only Linux has it
 
-        # Left alone, glibc keeps most of what is freed, in fragments, and it counts as used.
-        with suppress(AttributeError, OSError):  # not every C library has it
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)
+        self.return_freed()
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if hard != resource.RLIM_INFINITY and limit_bytes > hard:
             raise InputError(f"memory_limit is {limit_bytes}, but `ulimit -Hd` allows {hard} bytes")
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
+
+    def return_freed(self) -> None:
+        # Left alone, glibc keeps most of what is freed, in fragments.
+        import ctypes
+
+        with suppress(AttributeError, OSError):  # not every C library has it
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
 
     def can_run_out(self) -> bool:
         if not self._data_bytes:

@@ -22,7 +22,6 @@ from nanofit.trial import TrialResult, run_trial
 MIB = 2**20
 LEAST_RESERVE_BYTES, RESERVE_SHARE = 128 * MIB, 0.05
 FREE_CLASS_BYTES = 256 * MIB  # free memory that differs by less does not change a fit
-UNTOUCHED_BYTES = 16 * MIB  # that a thread of the CPU allocates but does not use, measured
 MOST_LOGITS = 2**31  # more in one tensor is an illegal access rather than an out-of-memory
 GOOD_AS_FASTEST = 0.98  # of the best measured speed
 CLIFF = 0.5  # of the speed of a smaller micro-batch: memory has spilled to the host
@@ -193,10 +192,7 @@ class _Fitter:
             limits.append(parse_size(self._run.memory_limit))
         if not limits:
             raise InputError(f"{self._name} has no free memory; end what uses it, or wait")
-        of_threads = UNTOUCHED_BYTES * torch.get_num_threads()
-        base_bytes = look.used_bytes + (
-            LIBRARY_BYTES if self._device.type == "cuda" else of_threads
-        )
+        base_bytes = look.used_bytes + (LIBRARY_BYTES if self._device.type == "cuda" else 0)
         # What is free changes all the time: a fit is for a class of it, so it can be remembered.
         step = FREE_CLASS_BYTES if self._run.memory_limit is None else 1
         return min(limits) // step * step, base_bytes

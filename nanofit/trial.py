@@ -29,6 +29,8 @@ from nanofit.optim import build_optimizer
 from nanofit.step import evaluate, train_step
 from nanofit.terminal import first_line
 
+# Large enough for libraries to set up all that they will use.
+WARM_UP = GPTConfig(n_layer=1, n_head=1, n_embd=128, block_size=256, vocab_size=4096)
 TIMEOUT_S = 900.0  # to compile a large model takes minutes
 _PROJECT = Path(__file__).resolve().parent.parent
 _OF_THE_RUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -100,10 +102,10 @@ def _child(order: dict[str, Any]) -> TrialResult:
     setup = Setup(**{**order["setup"], "shape": GPTConfig(**order["setup"]["shape"])})
     device = describe_device(order["device"], setup.dtype)
     device.enter_thread()
+    if not order["micro_batch_size"]:
+        return _look_around(setup, device)
     memory = device.memory()
     before = TrialResult(free_bytes=memory.free_bytes(), used_bytes=memory.used_bytes())
-    if not order["micro_batch_size"]:
-        return before
     if order["limit_bytes"]:
         memory.limit(order["limit_bytes"])
     try:
@@ -120,6 +122,14 @@ def _child(order: dict[str, Any]) -> TrialResult:
         spilled_bytes=memory.spilled_bytes(),
         tokens_per_s=tokens_per_s,
     )
+
+
+def _look_around(setup: Setup, device: Device) -> TrialResult:
+    """What is free, and what this process uses as soon as it computes anything."""
+    device.memory().return_freed()
+    _train(replace(setup, shape=WARM_UP, compiled=False), 1, device)
+    memory = device.memory()
+    return TrialResult(free_bytes=memory.free_bytes(), used_bytes=memory.used_bytes())
 
 
 def _train(setup: Setup, size: int, device: Device) -> float:
