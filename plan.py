@@ -39,7 +39,7 @@ from nanofit.dist import Ranks
 from nanofit.explain import budget_of, dtype_of
 from nanofit.footprint import footprint_curve
 from nanofit.forecast import COMPILE_GAIN, Forecast, efficiency_of, predicted_tokens_per_s
-from nanofit.loader import MicroBatch, open_bins
+from nanofit.loader import open_bins, random_micro_batches
 from nanofit.memory import LIBRARY_BYTES, Setup
 from nanofit.optim import build_optimizer
 from nanofit.parquet import find_shards, mean_token_count, open_shards
@@ -332,21 +332,28 @@ def _try_steps(model: GPT, learn: TrainConfig, device: Device) -> tuple[float, i
     optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
     shape = model.config
 
-    def step(batches: Iterator[MicroBatch]) -> float:
+    def step(sequences: int, passes: int = 1) -> float:
+        batches = random_micro_batches(
+            sequences,
+            block_size=shape.block_size,
+            vocab_size=shape.vocab_size,
+            device=device,
+            passes=passes,
+        )
         started = time.monotonic()
         arguments = dict(device=device, ranks=Ranks(), lr=0.0, grad_clip=learn.grad_clip, seed=0)
         loss, _ = train_step(model, optimizer, scaler, batches, **arguments)
         loss.item()  # waits for the device
         return time.monotonic() - started
 
-    first_s = step(_random_batches(shape, 1, 1, device))  # makes the optimiser's state as well
+    first_s = step(1)  # makes the optimiser's state as well
     if first_s > TRIAL_S:
         return shape.block_size / first_s, 1
-    one_s = step(_random_batches(shape, 1, 1, device))
+    one_s = step(1)
     sequences = max(min(learn.batch_size, int(TRIAL_S / 2 / one_s)), 1)
     while True:
         try:
-            micro_s = step(_random_batches(shape, sequences, 1, device))
+            micro_s = step(sequences)
             break
         except RuntimeError as error:
             if not is_out_of_memory(error) or sequences == 1:
@@ -355,18 +362,9 @@ def _try_steps(model: GPT, learn: TrainConfig, device: Device) -> tuple[float, i
     passes = max(min(learn.gradient_accumulation_steps, int(TRIAL_S / micro_s)), 1)
     done, seconds = 0, 0.0
     while seconds < TRIAL_S:
-        seconds += step(_random_batches(shape, sequences, passes, device))
+        seconds += step(sequences, passes)
         done += passes * sequences
     return done * shape.block_size / seconds, sequences
-
-
-def _random_batches(
-    shape: GPTConfig, sequences: int, passes: int, device: Device
-) -> Iterator[MicroBatch]:
-    size = (sequences, shape.block_size + 1)
-    for _ in range(passes):
-        tokens = torch.randint(shape.vocab_size, size, device=device.torch_device)
-        yield MicroBatch(tokens[:, :-1], tokens[:, 1:], 1 / passes)
 
 
 def _within_budget(

@@ -9,7 +9,7 @@ The same command continues an interrupted run. Settings, as assignments in files
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +57,22 @@ class Learner(NamedTuple):
     scaler: torch.amp.GradScaler
 
 
+@dataclass(frozen=True)
+class Launch:
+    """All that a run has from its launch on."""
+
+    shape: GPTConfig
+    run: RunConfig
+    device: Device
+    ranks: Ranks
+    checkpoints: Checkpoints
+    learner: Learner
+    train_data: TrainSequences
+    val_data: ValSequences
+    fit: Fit
+    forecast: Forecast
+
+
 def main(argv: Sequence[str]) -> None:
     if "--help" in argv or "-h" in argv:
         print(__doc__ + describe_knobs())
@@ -84,72 +100,60 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
     share_compile_cache()
     fit = find_fit(model.config, learn, run, device, ranks)
     learner, progress = _begin(model, learn, run, saved, fit, device, ranks)
-    undo = UpdateUndo(learner.optimizer, device.memory()).undo
     del saved  # as large as the model and its optimiser
     forecast = _forecast(model, learn, run, device, ranks, train_data)
-    ranks.say(_summary(model, learn, run, device, ranks, train_data, val_data, fit))
+    launch = Launch(
+        shape, run, device, ranks, checkpoints, learner, train_data, val_data, fit, forecast
+    )
+    ranks.say(_summary(launch, learn))
     for line in (*fit.lines(share), *forecast.outlook()):
         ranks.say(line)
-
-    validate = partial(_validate, model, val_data, device, ranks)
     if run.eval_only:
-        ranks.say(f"val_loss {validate(fit.eager.size):.4f}")
-        return
-    if ranks.is_main:
-        checkpoints.prepare_folder(progress.step)
+        ranks.say(f"val_loss {_validate(launch, fit.eager.size):.4f}")
+    else:
+        _carry_on(launch, learn, progress, stop)
 
-    config = flatten(shape, learn, run)
-    pack = partial(checkpoint.pack, *learner, config=config, fit=fit.as_dict())
-    with _open_log(learner, learn, run, device, ranks, progress) as log:
-        log.expect(partial(_normal_losses, forecast, learn))
-        save = partial(_save, checkpoints, pack, ranks, log)
-        stages = Stages(
-            model,
-            fit.plan(run.compile_after if run.compile else None),
-            sizes_for(share),
-            device=device,
-            ranks=ranks,
-            tokens_per_step=learn.sequences_per_step * model.config.block_size,
-            event=log.event,
-            undo=undo,
-        )
-        go_back = partial(_go_back, checkpoints, shape, run, learner, log.say)
-        log.event(progress.step, "resumed" if progress.step else "started", **fit.told())
+
+def _carry_on(launch: Launch, learn: TrainConfig, progress: Progress, stop: Stop) -> None:
+    """Learn step by step, from where the run is, until it ends or is stopped."""
+    run, ranks = launch.run, launch.ranks
+    if ranks.is_main:
+        launch.checkpoints.prepare_folder(progress.step)
+    undo = UpdateUndo(launch.learner.optimizer, launch.device.memory()).undo
+    with _open_log(launch, learn, progress) as log:
+        log.expect(partial(_normal_losses, launch.forecast, learn))
+        stages = _begin_stages(launch, learn, log, undo)
+        log.event(progress.step, "resumed" if progress.step else "started", **launch.fit.told())
         while True:
             step, stopping = progress.step, ranks.any(stop.requested)
             ending = stopping or step == learn.max_iters
             progress = replace(progress, seconds=log.seconds)
+            save = partial(_save, launch, learn, log)
             if ranks.any(log.diverged(look=ending or _is_kept(step, learn, run))):
-                progress = _recover(progress, run, partial(go_back, learn), save, ranks, log)
+                progress = _recover(launch, learn, progress, save, log)
                 continue
             if ending or (run.always_save_checkpoint and _due(run.save_every, step)):
                 save(progress, must_succeed=ending)
             if step == _stable_end(learn):
                 save(progress, name=checkpoint.STABLE)
             if not stopping and (ending or _due(run.eval_interval, step)):
-                progress = _review(progress, stages.evaluate(step, validate), save, log)
+                val_loss = stages.evaluate(step, partial(_validate, launch))
+                progress = _review(progress, val_loss, save, log)
             if ending:
                 break
-            batches = partial(train_data.micro_batches, progress.data_step, ranks=ranks)
+            batches = partial(launch.train_data.micro_batches, progress.data_step, ranks=ranks)
             stages.advance(step, batches)
-            attempt = partial(_attempt, learner, batches, step, learn, device, ranks)
-            try:
-                loss, grad_norm = stages.run(step, attempt)
-            except UpdateInterrupted as error:
-                interruption = first_line(error)
-            else:
-                interruption = None
-            if interruption:  # out of the except, which keeps the memory of the failed step
-                stages.interrupted(step, interruption)
-                progress = replace(go_back(learn), seconds=log.seconds)
-                log.event(progress.step, "went back", reason=interruption)
+            results = _take_step(stages, step, partial(_attempt, launch, learn, step, batches))
+            if results is None:
+                progress = replace(_go_back(launch, learn, log.say), seconds=log.seconds)
+                log.event(progress.step, "went back", reason="an update ran out of memory")
                 continue
-            log.stepped(step, loss, grad_norm, lr_at(step, learn))
+            log.stepped(step, *results, lr_at(step, learn))
             progress = replace(progress, step=step + 1)
             if _speed_is_known(step, learn, run, ranks, log):
-                learn = _fix_length(step + 1, learn, run, val_data, ranks, log)
-                config.update(flatten(learn))
-                log.expect(partial(_normal_losses, forecast, learn), last_step=learn.max_iters)
+                learn = _fix_length(launch, step + 1, learn, log)
+                normal_losses = partial(_normal_losses, launch.forecast, learn)
+                log.expect(normal_losses, last_step=learn.max_iters)
         log.event(step, "stopped" if stopping else "finished")
         for line in stages.table():
             log.say(line)
@@ -157,24 +161,48 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
         ranks.say(f"stopped on request; {_how_to_continue(run)} continues the run")
 
 
+def _begin_stages(launch: Launch, learn: TrainConfig, log: Log, undo: Callable[[], bool]) -> Stages:
+    run, model = launch.run, launch.learner.model
+    return Stages(
+        model,
+        launch.fit.plan(run.compile_after if run.compile else None),
+        sizes_for(_share_of_rank(learn, launch.ranks)),
+        device=launch.device,
+        ranks=launch.ranks,
+        tokens_per_step=learn.sequences_per_step * model.config.block_size,
+        event=log.event,
+        undo=undo,
+    )
+
+
+def _take_step(
+    stages: Stages, step: int, attempt: Callable[[int], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor] | None:
+    """Loss and gradient norm; None if an update was interrupted that cannot be undone."""
+    try:
+        return stages.run(step, attempt)
+    except UpdateInterrupted as error:
+        reason = first_line(error)
+    stages.interrupted(step, reason)  # not before the error, and what it holds on to, is gone
+    return None
+
+
 def _attempt(
-    learner: Learner,
-    batches: Callable[..., Iterator[MicroBatch]],
-    step: int,
+    launch: Launch,
     learn: TrainConfig,
-    device: Device,
-    ranks: Ranks,
+    step: int,
+    batches: Callable[..., Iterator[MicroBatch]],
     micro_batch_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Learn from the sequences of a step; may be repeated with another micro-batch."""
     return train_step(
-        *learner,
+        *launch.learner,
         batches(micro_batch_size),
-        device=device,
-        ranks=ranks,
+        device=launch.device,
+        ranks=launch.ranks,
         lr=lr_at(step, learn),
         grad_clip=learn.grad_clip,
-        seed=mix(learn.seed, step, ranks.rank),
+        seed=mix(learn.seed, step, launch.ranks.rank),
     )
 
 
@@ -300,23 +328,16 @@ def _open_data(
     )
 
 
-def _summary(
-    model: GPT,
-    learn: TrainConfig,
-    run: RunConfig,
-    device: Device,
-    ranks: Ranks,
-    train_data: TrainSequences,
-    val_data: ValSequences,
-    fit: Fit,
-) -> str:
+def _summary(launch: Launch, learn: TrainConfig) -> str:
     """Everything derived from the settings, before anything is spent."""
+    run, device, world = launch.run, launch.device, launch.ranks.world
+    model, train_data, val_data = launch.learner.model, launch.train_data, launch.val_data
     shape, sequences = model.config, learn.sequences_per_step
     tokens_per_step = sequences * shape.block_size
     memory = f", {device.memory_bytes / 1e9:.1f} GB" if device.memory_bytes else ""
-    processes = f" on {ranks.world} processes" if ranks.world > 1 else ""
-    micro_batch_size = fit.eager.size
-    passes = -(-sequences // (micro_batch_size * ranks.world))
+    processes = f" on {world} processes" if world > 1 else ""
+    micro_batch_size = launch.fit.eager.size
+    passes = -(-sequences // (micro_batch_size * world))
     steps, epochs = learn.max_iters, learn.max_iters * sequences / train_data.blocks_per_epoch
     length = f"{steps} steps, {compact(steps * tokens_per_step)} tokens, {epochs:.3g} epochs"
     if steps == ENDLESS:
@@ -328,7 +349,7 @@ def _summary(
             f"{shape.n_head} heads, {shape.n_embd} wide, block {shape.block_size}",
             f"data    {run.data_dir}: {compact(len(train_data.bins))} tokens to learn from, "
             f"{compact(val_data.sequences * shape.block_size)} to validate on",
-            f"step    {micro_batch_size} × {passes}{f' × {ranks.world}' if processes else ''} = "
+            f"step    {micro_batch_size} × {passes}{f' × {world}' if processes else ''} = "
             f"{sequences} sequences, {compact(tokens_per_step)} tokens",
             f"run     {length}, in {run.out_dir}",
         )
@@ -372,15 +393,9 @@ def _normal_losses(forecast: Forecast, learn: TrainConfig, steps_done: int) -> B
     return forecast.with_steps(steps_done).band_before_decay(undecayed_share(steps_done, learn))
 
 
-def _open_log(
-    learner: Learner,
-    learn: TrainConfig,
-    run: RunConfig,
-    device: Device,
-    ranks: Ranks,
-    progress: Progress,
-) -> Log:
-    model, optimizer, scaler = learner
+def _open_log(launch: Launch, learn: TrainConfig, progress: Progress) -> Log:
+    run, device, ranks = launch.run, launch.device, launch.ranks
+    model, optimizer, scaler = launch.learner
     folder, sinks = Path(run.out_dir), ()
     if run.wandb_log and ranks.is_main:
         name = run.wandb_run_name or folder.resolve().name
@@ -401,11 +416,9 @@ def _open_log(
     )
 
 
-def _validate(
-    model: GPT, val_data: ValSequences, device: Device, ranks: Ranks, micro_batch_size: int
-) -> float:
-    batches = val_data.micro_batches(micro_batch_size, ranks)
-    return evaluate(model, batches, device=device, ranks=ranks)
+def _validate(launch: Launch, micro_batch_size: int) -> float:
+    batches = launch.val_data.micro_batches(micro_batch_size, launch.ranks)
+    return evaluate(launch.learner.model, batches, device=launch.device, ranks=launch.ranks)
 
 
 def _review(progress: Progress, val_loss: float, save: Callable[..., None], log: Log) -> Progress:
@@ -417,20 +430,14 @@ def _review(progress: Progress, val_loss: float, save: Callable[..., None], log:
     return progress
 
 
-def _go_back(
-    checkpoints: Checkpoints,
-    shape: GPTConfig,
-    run: RunConfig,
-    learner: Learner,
-    say: Callable[[str], None],
-    learn: TrainConfig,
-) -> Progress:
+def _go_back(launch: Launch, learn: TrainConfig, say: Callable[[str], None]) -> Progress:
     """Put the run back to its newest checkpoint, or to its beginning if there is none yet."""
-    model, optimizer, scaler = learner
+    model, optimizer, scaler = launch.learner
     optimizer.state.clear()  # to make room for what is loaded
-    if checkpoints.exist():
-        return checkpoint.unpack(checkpoints.load(shape, learn, say), *learner)
-    model.load_state_dict(_build_model(shape, learn, run, None).state_dict())
+    if launch.checkpoints.exist():
+        saved = launch.checkpoints.load(launch.shape, learn, say)
+        return checkpoint.unpack(saved, *launch.learner)
+    model.load_state_dict(_build_model(launch.shape, learn, launch.run, None).state_dict())
     optimizer.param_groups[0].pop("spike_memory", None)
     if scaler.is_enabled():
         scaler.load_state_dict(torch.amp.GradScaler(device="cpu").state_dict())
@@ -438,24 +445,23 @@ def _go_back(
 
 
 def _recover(
+    launch: Launch,
+    learn: TrainConfig,
     diverged: Progress,
-    run: RunConfig,
-    go_back: Callable[[], Progress],
     save: Callable[..., None],
-    ranks: Ranks,
     log: Log,
 ) -> Progress:
     """Go back to the last good checkpoint and on past the data that led astray, or stop there."""
     log.event(diverged.step, "diverged", reason=log.divergence)
-    good = next(iter(Checkpoints(Path(run.out_dir)).newest_first()), None)
+    good = next(iter(launch.checkpoints.newest_first()), None)
     kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
     stopped = f"{log.divergence} by step {diverged.step}; {kept}"
-    if run.on_spike != "rollback" or good is None:
+    if launch.run.on_spike != "rollback" or good is None:
         raise InputError(
             f"{stopped}; continue with --on_spike=rollback or skip, or start again with a lower "
             "--learning_rate in another --out_dir"
         )
-    progress = go_back()
+    progress = _go_back(launch, learn, log.say)
     if sum(step == progress.step for step, _ in progress.rollbacks) >= MOST_ROLLBACKS:
         raise InputError(
             f"{stopped}, and going on from there with other data failed {MOST_ROLLBACKS} times; "
@@ -467,7 +473,7 @@ def _recover(
     )
     log.event(progress.step, "rolled back", left_out_steps=rollback[1])
     log.forget_divergence()
-    ranks.wait()  # until all have read what is now written anew
+    launch.ranks.wait()  # until all have read what is now written anew
     save(progress)  # so that a resumed run goes the same way
     return progress
 
@@ -479,27 +485,25 @@ def _speed_is_known(step: int, learn: TrainConfig, run: RunConfig, ranks: Ranks,
     return ranks.any(log.step_seconds is not None)
 
 
-def _fix_length(
-    step: int, learn: TrainConfig, run: RunConfig, val_data: ValSequences, ranks: Ranks, log: Log
-) -> TrainConfig:
+def _fix_length(launch: Launch, step: int, learn: TrainConfig, log: Log) -> TrainConfig:
     """Give a run in `hours` the length whose decay ends in time, once and for all processes."""
     # An evaluation passes forward alone, a third of the work of learning from a sequence.
-    per_step = val_data.sequences / 3 / (run.eval_interval * learn.sequences_per_step)
+    evaluated = launch.val_data.sequences / launch.run.eval_interval
+    per_step = evaluated / 3 / learn.sequences_per_step
     steps_left = 0
-    if ranks.is_main:
+    if launch.ranks.is_main:
         left_s = learn.hours * 3600 - log.seconds
         steps_left = max(int(left_s / (log.step_seconds * (1 + per_step))), 1)
     agreed = torch.tensor([steps_left])
-    ranks.sum_([agreed])
+    launch.ranks.sum_([agreed])
     fixed = end_in(agreed.item(), step, learn)
     log.event(step, "length fixed", max_iters=fixed.max_iters, hours=learn.hours)
     return fixed
 
 
 def _save(
-    checkpoints: Checkpoints,
-    pack: Callable[[Progress], dict[str, Any]],
-    ranks: Ranks,
+    launch: Launch,
+    learn: TrainConfig,
     log: Log,
     progress: Progress,
     *,
@@ -507,17 +511,19 @@ def _save(
     must_succeed: bool = False,
 ) -> None:
     """Write a checkpoint; a failure in mid-run is told, not fatal: earlier ones are whole."""
-    if not ranks.is_main:
+    if not launch.ranks.is_main:
         return
     if log.is_suspect and not (name or must_succeed):
         log.say(f"step {progress.step}  not saved: the loss has jumped, which may be divergence")
         return
+    config, fit = flatten(launch.shape, learn, launch.run), launch.fit.as_dict()
     try:
-        path = checkpoints.save(pack(progress), name)
+        content = checkpoint.pack(*launch.learner, progress, config=config, fit=fit)
+        path = launch.checkpoints.save(content, name)
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         if must_succeed:
             raise InputError(
-                f"step {progress.step} could not be saved in {checkpoints.folder} ({error}); free "
+                f"step {progress.step} could not be saved in {launch.run.out_dir} ({error}); free "
                 "some space, and the run continues from the checkpoint before"
             ) from error
         log.event(progress.step, "save failed", reason=str(error))

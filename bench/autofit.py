@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +35,7 @@ from model import GPT, GPTConfig
 from nanofit.config import RunConfig, TrainConfig
 from nanofit.device import describe_device, is_out_of_memory
 from nanofit.dist import Ranks
-from nanofit.loader import MicroBatch
+from nanofit.loader import random_micro_batches
 from nanofit.memory import Setup, need_of
 from nanofit.optim import build_optimizer
 from nanofit.step import train_step
@@ -279,7 +279,9 @@ def try_size(search: Search, size: int) -> None:
             model,
             optimizer,
             scaler,
-            _micro_batches(size),
+            random_micro_batches(
+                size, block_size=SHAPE.block_size, vocab_size=SHAPE.vocab_size, device=device
+            ),
             device=device,
             ranks=Ranks(),
             lr=1e-5,
@@ -287,12 +289,6 @@ def try_size(search: Search, size: int) -> None:
             seed=0,
         )
     search.trials[-1] = (size, True)
-
-
-def _micro_batches(size: int) -> Iterator[MicroBatch]:
-    for _ in range(2):
-        tokens = torch.randint(SHAPE.vocab_size, (size, SHAPE.block_size + 1))
-        yield MicroBatch(tokens[:, :-1], tokens[:, 1:], 0.5)
 
 
 def lightning(mode: str) -> Callable[[int], dict]:

@@ -369,8 +369,9 @@ def describe_device(name: str = "auto", dtype: str = "auto", *, local_rank: int 
     # Compiled embedding gradients use atomic adds, in any order, unless told otherwise.
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = False
-    threads = f"CPU, {torch.get_num_threads()} threads"
-    return Device(torch.device("cpu"), threads, _dtype(dtype, torch.float32), None, None)
+    threads = torch.get_num_threads()
+    name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    return Device(torch.device("cpu"), name, _dtype(dtype, torch.float32), None, None)
 
 
 def peak_flops(card: str) -> float | None:

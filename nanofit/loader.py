@@ -28,6 +28,16 @@ class MicroBatch(NamedTuple):
     share: float  # of all sequences of the step, over all processes
 
 
+def random_micro_batches(
+    size: int, *, block_size: int, vocab_size: int, device: Device, passes: int = 2
+) -> Iterator[MicroBatch]:
+    """Such as a step gets, where only time and memory count."""
+    for _ in range(passes):
+        tokens = torch.randint(vocab_size, (size, block_size + 1))
+        sent = device.send(device.stage(tokens))
+        yield MicroBatch(sent[:, :-1].clamp(min=0), sent[:, 1:], 1 / passes)
+
+
 class Bins:
     """One split's tokens: one or several files read as one."""
 

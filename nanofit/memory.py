@@ -20,7 +20,7 @@ from nanofit.config import TrainConfig
 from nanofit.device import Device
 from nanofit.dist import Ranks
 from nanofit.graphs import CompiledStandIn, Graphs, compiled_graphs
-from nanofit.loader import MicroBatch
+from nanofit.loader import MicroBatch, random_micro_batches
 from nanofit.loss import chunk_rows, first_chunks
 from nanofit.optim import build_optimizer
 from nanofit.step import evaluate, train_step
@@ -146,7 +146,7 @@ def simulate(setup: Setup, micro_batch_size: int) -> Simulation:
                 model,
                 optimizer,
                 scaler,
-                fake_micro_batches(setup.shape, micro_batch_size),
+                micro_batches_of(setup, micro_batch_size),
                 device=device,
                 ranks=Ranks(),
                 lr=1e-3,
@@ -154,7 +154,7 @@ def simulate(setup: Setup, micro_batch_size: int) -> Simulation:
                 seed=0,
             )
         with suppress(DataDependentOutputException):  # a fake loss has no value to return
-            batches = fake_micro_batches(setup.shape, micro_batch_size)
+            batches = micro_batches_of(setup, micro_batch_size)
             evaluate(model, batches, device=device, ranks=Ranks())
     return Simulation(trace.events)
 
@@ -253,7 +253,7 @@ def graphs_of(setup: Setup, size: int) -> Graphs:
                 loss = torch.func.functional_call(model, by_name, (idx, targets))
             return (model.loss.logits, loss) if setup.returns_logits else (loss,)
 
-        batch = next(fake_micro_batches(setup.shape, size))
+        batch = next(micro_batches_of(setup, size))
         return compiled_graphs(
             forward,
             [*model.parameters(), batch.idx, batch.targets.clone()],
@@ -263,10 +263,13 @@ def graphs_of(setup: Setup, size: int) -> Graphs:
         )
 
 
-def fake_micro_batches(shape: GPTConfig, size: int) -> Iterator[MicroBatch]:
-    for _ in range(2):
-        tokens = torch.zeros(size, shape.block_size + 1, dtype=torch.int64)
-        yield MicroBatch(tokens[:, :-1].clamp(min=0), tokens[:, 1:], 0.5)
+def micro_batches_of(setup: Setup, size: int) -> Iterator[MicroBatch]:
+    return random_micro_batches(
+        size,
+        block_size=setup.shape.block_size,
+        vocab_size=setup.shape.vocab_size,
+        device=simulated_device(setup),
+    )
 
 
 class AsOnCuda(torch.overrides.TorchFunctionMode):

@@ -11,8 +11,8 @@ from nanofit.cache import keep, recall
 from nanofit.memory import (
     AsOnCuda,
     Setup,
-    fake_micro_batches,
     graphs_of,
+    micro_batches_of,
     model_of,
     simulated_device,
 )
@@ -65,7 +65,7 @@ def step_flops(setup: Setup) -> int:
 def _eager_flops(setup: Setup) -> int:
     counter = FlopCounterMode(display=False)
     with FakeTensorMode(), AsOnCuda():
-        model, batch = model_of(setup), next(fake_micro_batches(setup.shape, _SEQUENCES))
+        model, batch = model_of(setup), next(micro_batches_of(setup, _SEQUENCES))
         with counter:
             with simulated_device(setup).autocast():
                 loss = model(batch.idx, batch.targets)

@@ -10,12 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from model import GPT, GPTConfig
 from nanofit.cache import cache_folder
@@ -23,7 +21,7 @@ from nanofit.compiler import compile_in_place
 from nanofit.config import TrainConfig
 from nanofit.device import Device, describe_device, is_out_of_memory
 from nanofit.dist import Ranks
-from nanofit.loader import MicroBatch
+from nanofit.loader import random_micro_batches
 from nanofit.memory import Setup
 from nanofit.optim import build_optimizer
 from nanofit.step import evaluate, train_step
@@ -137,6 +135,13 @@ def _train(setup: Setup, size: int, device: Device) -> float:
     model = GPT(setup.shape, loss=setup.loss, recompute=setup.recompute).to(device.torch_device)
     optimizer = build_optimizer(model, TrainConfig(), bits=setup.optimizer_bits)
     scaler = device.grad_scaler()
+    batches = partial(
+        random_micro_batches,
+        size,
+        block_size=setup.shape.block_size,
+        vocab_size=setup.shape.vocab_size,
+        device=device,
+    )
     if setup.compiled:
         compile_in_place(model, setup.activation_memory_budget)
     for _ in range(2):
@@ -146,7 +151,7 @@ def _train(setup: Setup, size: int, device: Device) -> float:
             model,
             optimizer,
             scaler,
-            _micro_batches(setup.shape, size, device),
+            batches(),
             device=device,
             ranks=Ranks(),
             lr=1e-5,
@@ -155,15 +160,8 @@ def _train(setup: Setup, size: int, device: Device) -> float:
         )
         device.wait()
         seconds = time.monotonic() - started
-    evaluate(model, _micro_batches(setup.shape, size, device), device=device, ranks=Ranks())
+    evaluate(model, batches(), device=device, ranks=Ranks())
     return 2 * size * setup.shape.block_size / seconds
-
-
-def _micro_batches(shape: GPTConfig, size: int, device: Device) -> Iterator[MicroBatch]:
-    for _ in range(2):
-        rows = torch.randint(shape.vocab_size, (size, shape.block_size + 1))
-        tokens = device.send(device.stage(rows))
-        yield MicroBatch(tokens[:, :-1].clamp(min=0), tokens[:, 1:], 0.5)
 
 
 if __name__ == "__main__":
