@@ -94,7 +94,7 @@ def test_nothing_fits_and_what_the_error_advises_does():
 
 
 def test_ladder_is_climbed_where_one_sequence_does_not_fit_without():
-    shape = replace(SHAPE, n_layer=8, block_size=2048)
+    shape = replace(SHAPE, n_layer=4, block_size=2048)
     setup = Setup(shape, dtype="float32")
     without, with_all = (
         run_trial(replace(setup, recompute=mode), 1, device="cpu", limit_bytes=10**9).peak_bytes

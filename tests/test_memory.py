@@ -147,7 +147,7 @@ def test_peak_is_a_straight_line_over_the_micro_batch(compiled):
     assert some == pytest.approx(few + (many - few) * (17 - 8) / (40 - 8), rel=1e-3)
 
 
-@pytest.mark.parametrize(("size", "tolerance"), [(1, 0.02), (2, 0.02), (13, 1e-5), (200, 1e-5)])
+@pytest.mark.parametrize(("size", "tolerance"), [(1, 0.02), (13, 1e-5), (200, 1e-5)])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -162,7 +162,7 @@ def test_peak_is_a_straight_line_over_the_micro_batch(compiled):
     ids=str,
 )
 def test_need_of_any_size_is_that_of_its_simulation(changes, size, tolerance):
-    setup = Setup(SMALL, **changes)
+    setup = Setup(replace(SMALL, n_layer=2), **changes)
     simulated = simulate(setup, size).peak_bytes
     assert _need_of(setup).at(size) == pytest.approx(simulated, rel=tolerance)
 

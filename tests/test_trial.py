@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model import GPTConfig
-from nanofit.memory import Setup
+from nanofit.memory import Setup, need_of
 from nanofit.trial import run_trial
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
@@ -45,3 +45,11 @@ def test_broken_trial_is_an_answer():
     result = run_trial(SETUP, 4, device="cuda", limit_bytes=None)
     assert result.peak_bytes is None
     assert "CUDA" in result.reason
+
+
+def test_forecast_is_within_a_few_mib_of_what_trials_measure():
+    own_bytes = run_trial(SETUP, 0, device="cpu", limit_bytes=None).used_bytes
+    need = need_of(SETUP)
+    for size in (4, 32):
+        peak = run_trial(SETUP, size, device="cpu", limit_bytes=LIMIT).peak_bytes
+        assert own_bytes + need.at(size) == pytest.approx(peak, abs=4 * 2**20)
