@@ -37,7 +37,7 @@ from nanofit.device import (
 )
 from nanofit.dist import Ranks
 from nanofit.explain import budget_of, dtype_of
-from nanofit.footprint import footprint_curve
+from nanofit.footprint import footprint, total
 from nanofit.forecast import COMPILE_GAIN, Forecast, efficiency_of, predicted_tokens_per_s
 from nanofit.loader import open_bins, random_micro_batches
 from nanofit.memory import LIBRARY_BYTES, Setup
@@ -490,13 +490,14 @@ def _memory_row(plan: Plan) -> str | None:
     eager = Setup(plan.model.config, dtype=dtype_of(plan.gpu, plan.run), loss=plan.run.loss)
     sizes, told = sizes_for(plan.learn.sequences_per_step), []
     for setup in (eager, replace(eager, compiled=True))[: 1 + plan.run.compile]:
-        stage, curve = "compiled" if setup.compiled else "eager", footprint_curve(setup)
-        largest = curve.largest(budget.limit_bytes - LIBRARY_BYTES)
-        fitting = [size for size in sizes if size <= largest]
-        if not fitting:
+        stage = "compiled" if setup.compiled else "eager"
+        needs = {size: total(footprint(setup, size)) for size in sizes}
+        room_bytes = budget.limit_bytes - LIBRARY_BYTES
+        largest = max((size for size, need in needs.items() if need <= room_bytes), default=None)
+        if largest is None:
             return f"not one sequence fits {stage} without savers; autofit.py --explain tells more"
-        passes = -(-plan.learn.sequences_per_step // fitting[-1])
-        told.append(f"{fitting[-1]} × {passes} {stage} ({_gb(curve.at(fitting[-1]))})")
+        passes = -(-plan.learn.sequences_per_step // largest)
+        told.append(f"{largest} × {passes} {stage} ({_gb(needs[largest])})")
     return f"{' and '.join(told)} should fit in {_gb(budget.limit_bytes)} of {budget.card}"
 
 

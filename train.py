@@ -103,7 +103,16 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
     del saved  # as large as the model and its optimiser
     forecast = _forecast(model, learn, run, device, ranks, train_data)
     launch = Launch(
-        shape, run, device, ranks, checkpoints, learner, train_data, val_data, fit, forecast
+        shape=shape,
+        run=run,
+        device=device,
+        ranks=ranks,
+        checkpoints=checkpoints,
+        learner=learner,
+        train_data=train_data,
+        val_data=val_data,
+        fit=fit,
+        forecast=forecast,
     )
     ranks.say(_summary(launch, learn))
     for line in (*fit.lines(share), *forecast.outlook()):
@@ -119,15 +128,15 @@ def _carry_on(launch: Launch, learn: TrainConfig, progress: Progress, stop: Stop
     run, ranks = launch.run, launch.ranks
     if ranks.is_main:
         launch.checkpoints.prepare_folder(progress.step)
-    undo = UpdateUndo(launch.learner.optimizer, launch.device.memory()).undo
+    undo = UpdateUndo(launch.learner.optimizer, launch.device.memory())
     with _open_log(launch, learn, progress) as log:
         log.expect(partial(_normal_losses, launch.forecast, learn))
-        stages = _begin_stages(launch, learn, log, undo)
+        stages = _begin_stages(launch, learn, progress, undo, log)
         log.event(progress.step, "resumed" if progress.step else "started", **launch.fit.told())
         while True:
             step, stopping = progress.step, ranks.any(stop.requested)
             ending = stopping or step == learn.max_iters
-            progress = replace(progress, seconds=log.seconds)
+            progress = replace(progress, seconds=log.seconds, stage=stages.stage)
             save = partial(_save, launch, learn, log)
             if ranks.any(log.diverged(look=ending or _is_kept(step, learn, run))):
                 progress = _recover(launch, learn, progress, save, log)
@@ -161,7 +170,9 @@ def _carry_on(launch: Launch, learn: TrainConfig, progress: Progress, stop: Stop
         ranks.say(f"stopped on request; {_how_to_continue(run)} continues the run")
 
 
-def _begin_stages(launch: Launch, learn: TrainConfig, log: Log, undo: Callable[[], bool]) -> Stages:
+def _begin_stages(
+    launch: Launch, learn: TrainConfig, progress: Progress, undo: UpdateUndo, log: Log
+) -> Stages:
     run, model = launch.run, launch.learner.model
     return Stages(
         model,
@@ -170,8 +181,9 @@ def _begin_stages(launch: Launch, learn: TrainConfig, log: Log, undo: Callable[[
         device=launch.device,
         ranks=launch.ranks,
         tokens_per_step=learn.sequences_per_step * model.config.block_size,
-        event=log.event,
         undo=undo,
+        event=log.event,
+        reached=progress.stage,
     )
 
 

@@ -35,6 +35,7 @@ class Progress:
     best_val_loss: float = float("inf")
     seconds: float = 0.0
     rollbacks: tuple[tuple[int, int], ...] = ()  # (step gone back to, steps of data left out)
+    stage: str = "eager"  # as in nanofit/stages.py
 
     @property
     def data_step(self) -> int:
@@ -146,6 +147,7 @@ def pack(
         "best_val_loss": progress.best_val_loss,
         "seconds": progress.seconds,
         "rollbacks": progress.rollbacks,
+        "stage": progress.stage,
         "tokenizer": "gpt2",
         "torch": str(torch.__version__),
     }
@@ -167,6 +169,7 @@ def unpack(
         best_val_loss=content["best_val_loss"],
         seconds=content["seconds"],
         rollbacks=content.get("rollbacks", ()),
+        stage=content.get("stage", "eager"),
     )
 
 

@@ -53,6 +53,7 @@ class StageFit:
 
     size: int
     peak_bytes: int | None = None
+    peak_allocated_bytes: int | None = None  # of that by tensors
     tokens_per_s: float | None = None
     trials: int = 0
     why: str = ""
@@ -254,6 +255,7 @@ class _Fitter:
         """Search by trials, from the forecast on."""
         name = "compiled" if setup.compiled else "eager"
         speeds: dict[int, float] = {}
+        allocated: dict[int, int] = {}
         tried: list[int] = []
         peaks_key = setup, self._device.name, self._device.driver, torch.get_num_threads()
         peaks = {int(size): peak for size, peak in (recall("peaks", peaks_key) or {}).items()}
@@ -267,6 +269,7 @@ class _Fitter:
             trial = judged(trial, [speed for one, speed in speeds.items() if one < size])
             if trial.peak_bytes:
                 speeds[size], peaks[size] = trial.tokens_per_s, trial.peak_bytes
+                allocated[size] = trial.peak_allocated_bytes
             return trial
 
         need, measured = need_of(setup), _measured_curve(peaks)
@@ -278,7 +281,9 @@ class _Fitter:
         size = found.size
         if self._run.autofit_goal == "fastest":
             size = self._fastest(size, attempt, speeds)
-        return StageFit(size, peaks[size], speeds[size], len(tried), found.why)
+        return StageFit(
+            size, peaks[size], allocated[size], speeds[size], trials=len(tried), why=found.why
+        )
 
     def _sizes(self) -> list[int]:
         sizes = sizes_for(self._share)
@@ -314,10 +319,12 @@ class _Fitter:
             if half
         ]
         least = needed(self._shape)
-        larger = f"--memory_limit={-(-least // MIB)}MiB"
-        if self._device.type == "cuda":
-            card = smallest_card(least, self._run)
-            larger = f"a card like the {card.name}" if card else "no card in the table"
+        if self._run.memory_limit is not None:
+            larger = f"--memory_limit={-(-least // MIB)}MiB"
+        elif card := smallest_card(least, self._run):
+            larger = f"a card like the {card.name}"
+        else:
+            larger = "more than any known card has"
         return (
             f"not even one sequence fits: with all savers it needs about {least / MIB:,.0f} MiB, "
             f"{limit_bytes / MIB:,.0f} are usable. Smaller ones would need: {', '.join(told)} MiB. "

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from model import GPTConfig
 from nanofit.allocator import rounded
 from nanofit.loss import chunk_rows
-from nanofit.memory import Curve, Setup
+from nanofit.memory import Setup
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -32,11 +32,6 @@ def footprint(setup: Setup, micro_batch_size: int) -> list[Line]:
     moments = [_in_the_loss, _in_the_last_block, _at_the_end]
     at_peak = [moment(setup, micro_batch_size) for moment in moments]
     return _fixed(setup) + max(at_peak, key=total)
-
-
-def footprint_curve(setup: Setup) -> Curve:
-    """What any micro-batch needs."""
-    return Curve.through({size: total(footprint(setup, size)) for size in (2, 6)})
 
 
 def total(lines: list[Line]) -> int:

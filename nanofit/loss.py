@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
@@ -45,7 +46,7 @@ _most_chunks: ContextVar[int | None] = ContextVar("most chunks", default=None)
 
 @contextmanager
 def first_chunks(count: int) -> Iterator[None]:
-    """Compute no more than these: for who looks at memory alone, of which each takes the same."""
+    """Of tensors without content compute no more than these: each takes the same memory."""
     token = _most_chunks.set(count)
     try:
         yield
@@ -155,7 +156,7 @@ def _loss_sum(
     loss_sum = hidden.new_zeros((), dtype=torch.float32)
     d_hidden = hidden.new_empty(hidden.shape if with_gradients else 0, dtype=dtype)
     d_weight = weight.new_zeros(weight.shape if with_gradients else 0)
-    for start in range(0, N, rows)[: _most_chunks.get()]:
+    for start in range(0, N, rows)[: _most_chunks.get() if is_fake(hidden) else None]:
         chunk = slice(start, start + rows)
         ignored = targets[chunk] < 0
         inputs = hidden[chunk].to(dtype).masked_fill(ignored.unsqueeze(1), 0)  # (rows, C)

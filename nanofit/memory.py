@@ -67,7 +67,10 @@ class Curve(NamedTuple):
 
     def largest(self, limit_bytes: float) -> int:
         """The largest micro-batch under a limit; 0 if there is none."""
-        return max(int((limit_bytes - self.fixed_bytes) // self.bytes_per_sequence), 0)
+        room = limit_bytes - self.fixed_bytes
+        if self.bytes_per_sequence <= 0:
+            return MOST_SEQUENCES if room >= 0 else 0
+        return max(int(room // self.bytes_per_sequence), 0)
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,10 @@ class Simulation:
         for buffer in self.alive_at_peak:
             sizes[buffer.component] += buffer.size_bytes
         return sizes
+
+    def course(self) -> list[tuple[str, bool]]:
+        """What happens, whatever the sizes."""
+        return [(event.buffer.op, event.is_birth) for event in self.events]
 
     def allocated(self) -> Iterator[int]:
         """The bytes in use after each event."""
@@ -174,7 +181,10 @@ class Need:
 
 
 def need_of(setup: Setup) -> Need:
-    """What any micro-batch needs, from two simulations; kept for the next time it is asked."""
+    """What any micro-batch needs, from two simulations; kept for the next time it is asked.
+
+    For fewer sequences than it takes to fill a few chunks of the loss it may be a little too high.
+    """
     if setup.optimizer_bits == 8:
         wide = need_of(replace(setup, optimizer_bits=32))
         saved = saved_by_8_bits(setup.shape)
@@ -201,7 +211,7 @@ def _highest_lines(simulations: dict[int, Simulation]) -> list[Curve]:
     A large micro-batch may have its peak at another moment than a small one.
     """
     (few, low), (many, high) = simulations.items()
-    if len(low.events) != len(high.events):
+    if low.course() != high.course():
         return [Curve.through({few: low.peak_bytes, many: high.peak_bytes})]
     before, after = (np.fromiter(one.allocated(), np.int64) for one in (low, high))
     slopes = (after - before) // (many - few)

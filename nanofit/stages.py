@@ -20,6 +20,7 @@ from nanofit.dist import OtherProcessFailed, Ranks
 from nanofit.loader import MicroBatch
 from nanofit.step import UpdateInterrupted
 from nanofit.terminal import InputError, compact, first_line
+from nanofit.undo import UpdateUndo
 
 OUT_OF_MEMORY = "out of memory"
 MIB = 2**20
@@ -57,10 +58,7 @@ class StageRow:
 
 
 class Stages:
-    """The stage of a run, its micro-batch size, and what happens when it does not work out.
-
-    `undo` takes back an update that was interrupted, and tells whether it could.
-    """
+    """The stage of a run, its micro-batch size, and what happens when it does not work out."""
 
     def __init__(
         self,
@@ -71,16 +69,18 @@ class Stages:
         device: Device,
         ranks: Ranks,
         tokens_per_step: int,
+        undo: UpdateUndo,
         event: Callable[..., None],
-        undo: Callable[[], bool] = lambda: False,
+        reached: str = "eager",
     ):
         self.stage, self.size = "eager", plan.eager_size
         self.evaluation_size = plan.eager_size
         self.rows: list[StageRow] = []
         self._model, self._plan, self._sizes = model, plan, sizes
         self._device, self._ranks, self._tokens_per_step = device, ranks, tokens_per_step
-        self._event, self._undo = event, undo
+        self._event, self._undo, self._reached = event, undo, reached
         self._memory = device.memory()
+        self._watch = _Watch(self._memory, is_timed=device.type == "cuda")
         self._times: list[float] = []  # of steps of this stage that were timed exactly
         self._eager_seconds: float | None = None  # of a step
         self._is_on_probation = False  # compiled, and not yet known to be faster
@@ -93,14 +93,13 @@ class Stages:
 
         A new stage is tried out first on a micro-batch of the step.
         """
-        after = self._plan.compile_after
         if not self.rows:
             self._change(step, size=self.size, reason="the run begins" if step == 0 else "resumed")
         elif self.rows[-1].tokens_per_s is None and len(self._times) > TIMED_STEPS:
             self._measured(step)
         elif self._watch.is_due():
             self._look_for_trouble(step)
-        if self.stage == "eager" and after is not None and step >= after:
+        if self._is_time_to_compile(step):
             self._compile(step, micro_batches)
         elif self._regrow_at is not None and step >= self._regrow_at:
             self.make_room()
@@ -155,9 +154,10 @@ class Stages:
             yield layout.format("", row.step, row.stage, batch, speed, peak, row.reason)
 
     def _compile(self, step: int, micro_batches: Callable[[int], Iterator[MicroBatch]]) -> None:
-        """Compile for the size found for it; if that does not fit any more, for the eager one."""
+        """Compile for the size found for it; if that does not fit any more, for the present one."""
         started = time.monotonic()
-        for size in dict.fromkeys((self._plan.compiled_size, self._plan.eager_size)):
+        largest = self._plan.compiled_size
+        for size in dict.fromkeys((largest, min(largest, self._plan.eager_size, self.size))):
             self.make_room()
             failure = self._try_compiled(next(micro_batches(size)))
             if not self._ranks.any(failure == OUT_OF_MEMORY):
@@ -170,15 +170,15 @@ class Stages:
         self._is_on_probation = True
         reason = f"compiled in {time.monotonic() - started:.0f} s"
         self._change(step, stage="compiled", size=size, reason=reason)
-        if size < self._plan.compiled_size:
-            self._regrow_later(step, self._plan.compiled_size)
+        if size < largest:
+            self._regrow_later(step, largest)
 
     def _try_compiled(self, batch: MicroBatch) -> str | None:
         """Why the model cannot be compiled for such micro-batches, if it cannot."""
         model, plan, device = self._model, self._plan, self._device
         try:
             with self._ranks.all_or_none():
-                eager = measure(model, batch, device, rows=plan.eager_size)
+                eager = measure(model, batch, device, rows=min(plan.eager_size, self.size))
                 compile_in_place(model, plan.activation_memory_budget)
                 compiled = measure(model, batch, device, rows=len(batch.idx))
                 return disagreement(eager, compiled, dropout=model.config.dropout)
@@ -189,19 +189,36 @@ class Stages:
     def _give_up_compiling(self, step: int, reason: str) -> None:
         uncompile(self._model, self._plan.recompute)
         self._is_on_probation = False
-        self._change(step, stage="eager for good", size=self._plan.eager_size, reason=reason)
+        planned = self._plan.eager_size
+        size = planned if self.stage == "compiled" else self.size
+        self._change(step, stage="eager for good", size=size, reason=reason)
+        if size < planned:
+            self._regrow_later(step, planned)
 
     def _timed(self, step: int, attempt: Callable) -> tuple[Tensor, Tensor]:
         """Do a step and note its time: exactly, where that tells the speed of a stage."""
         is_exact = len(self._times) <= TIMED_STEPS or self._is_last_eager(step)
         started = self._now(is_exact)
         result = attempt(self.size)
+        self._undo.forget()
         seconds = self._now(is_exact) - started
         if is_exact:
             self._times.append(seconds)
         else:
             self._watch.note(seconds)
         return result
+
+    def _is_time_to_compile(self, step: int) -> bool:
+        """Whether the eager stage has lasted long enough.
+
+        A run that is continued compiles at once if it did before, or else after a few eager steps
+        that it can be compared with.
+        """
+        after = self._plan.compile_after
+        if self.stage != "eager" or after is None or step < after:
+            return False
+        begun = self.rows[0].step
+        return begun <= after or self._reached == "compiled" or step > begun + TIMED_STEPS
 
     def _is_last_eager(self, step: int) -> bool:
         """Whether compiled steps will be compared with this one."""
@@ -241,7 +258,7 @@ class Stages:
 
     def _trouble(self, error: Exception) -> str | None:
         """Why a failed step is worth another try; None if it is not."""
-        if isinstance(error, UpdateInterrupted) and self._ranks.any(not self._undo()):
+        if isinstance(error, UpdateInterrupted) and self._ranks.any(not self._undo.undo()):
             return None
         if isinstance(error, UpdateInterrupted) or _is_lack_of_memory(error):
             can_shrink = self.size > 1 or self.stage == "compiled"
@@ -282,6 +299,7 @@ class Stages:
         self._regrow_at = None
         self._times = []
         self._watch = _Watch(self._memory, is_timed=self._device.type == "cuda")
+        self._memory.release()  # else what is kept of a larger stage would be this one's peak
         self._memory.forget_peak()
         passes = -(-self._sizes[-1] // self.size)
         self.rows.append(StageRow(step, self.stage, self.size, passes, reason))

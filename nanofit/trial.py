@@ -26,6 +26,7 @@ from nanofit.memory import Setup
 from nanofit.optim import build_optimizer
 from nanofit.step import evaluate, train_step
 from nanofit.terminal import first_line
+from nanofit.undo import UpdateUndo
 
 # Large enough for libraries to set up all that they will use.
 WARM_UP = GPTConfig(n_layer=1, n_head=1, n_embd=128, block_size=256, vocab_size=4096)
@@ -134,6 +135,7 @@ def _train(setup: Setup, size: int, device: Device) -> float:
     """Do what a run does; return the speed of the second step."""
     model = GPT(setup.shape, loss=setup.loss, recompute=setup.recompute).to(device.torch_device)
     optimizer = build_optimizer(model, TrainConfig(), bits=setup.optimizer_bits)
+    undo = UpdateUndo(optimizer, device.memory())
     scaler = device.grad_scaler()
     batches = partial(
         random_micro_batches,
@@ -158,6 +160,7 @@ def _train(setup: Setup, size: int, device: Device) -> float:
             grad_clip=1.0,
             seed=0,
         )
+        undo.forget()
         device.wait()
         seconds = time.monotonic() - started
     evaluate(model, batches(), device=device, ranks=Ranks())

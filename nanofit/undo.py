@@ -10,7 +10,7 @@ from nanofit.device import DeviceMemory, is_out_of_memory
 
 
 class UpdateUndo:
-    """Copies what an update is about to change, and keeps it until the update is done.
+    """Copies what an update is about to change, and keeps it until all processes have done theirs.
 
     The copies take the place of the activations, which are gone by then, so that the peak of a step
     stays as it is. Where that place is too small, or memory cannot run out, nothing is copied.
@@ -22,7 +22,6 @@ class UpdateUndo:
         self._known: set[Tensor] = set()  # parameters that had moments
         self._options: list[dict[str, Any]] = []
         optimizer.register_step_pre_hook(self._remember)
-        optimizer.register_step_post_hook(self._forget)
 
     @torch.no_grad()
     def undo(self) -> bool:
@@ -37,8 +36,12 @@ class UpdateUndo:
             group.update(options)
             for new in group.keys() - options.keys() - {"params"}:
                 del group[new]
-        self._forget()
+        self.forget()
         return True
+
+    def forget(self) -> None:
+        """The update is done."""
+        self._copies = None
 
     @torch.no_grad()
     def _remember(self, *_: Any) -> None:
@@ -60,9 +63,6 @@ class UpdateUndo:
         values = [value for state in states for value in state.values()]
         moments = [part for value in values if isinstance(value, Tensor) for part in _parts(value)]
         return [parameter for group in groups for parameter in group["params"]] + moments
-
-    def _forget(self, *_: Any) -> None:
-        self._copies = None
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ DEVICE = describe_device("cpu")
 class Run:
     """A small training run whose steps go through Stages."""
 
-    def __init__(self, plan: StagePlan, device: Device = DEVICE):
+    def __init__(self, plan: StagePlan, device: Device = DEVICE, reached: str = "eager"):
         torch.manual_seed(0)
         self.model, self.device = GPT(SHAPE), device
         self.optimizer = build_optimizer(self.model, TrainConfig())
@@ -46,8 +46,9 @@ class Run:
             device=device,
             ranks=Ranks(),
             tokens_per_step=SEQUENCES * SHAPE.block_size,
+            undo=UpdateUndo(self.optimizer, device.memory()),
             event=self._event,
-            undo=UpdateUndo(self.optimizer, device.memory()).undo,
+            reached=reached,
         )
 
     def _event(self, step, name, **details):
@@ -298,6 +299,7 @@ def test_every_stage_is_a_row_of_the_table_with_its_speed_and_peak(monkeypatch):
         return time[0]
 
     monkeypatch.setattr(run.stages, "_now", now)
+    memory = DEVICE.memory()
     run.learn(0)
     with MemoryBudget(memory_needed(6) + 1000) as budget:
         budget.adopt(everything(run))
@@ -311,7 +313,7 @@ def test_every_stage_is_a_row_of_the_table_with_its_speed_and_peak(monkeypatch):
         (9, 12, 1),
     ]
     assert [row.tokens_per_s for row in run.stages.rows] == [None, tokens_per_s, tokens_per_s]
-    assert run.stages.rows[2].peak_bytes > 0
+    assert run.stages.rows[2].peak_bytes == pytest.approx(memory.peak_bytes(), rel=0.1)
     title, *lines = run.stages.table()
     assert [line.split()[:3] for line in lines] == [
         ["0", "eager", "12"],
@@ -408,6 +410,35 @@ def test_slower_compiled_model_is_given_up(monkeypatch):
     assert run.stages.stage == "eager for good"
     assert "a compiled step took 0.75 s, an eager one 0.5 s" in run.changes()[-1]["reason"]
     assert losses == pytest.approx(undisturbed(12), abs=1e-6)
+
+
+@pytest.mark.parametrize(("reached", "eager_steps"), [("compiled", 0), ("eager for good", 6)])
+def test_continued_run_enters_the_stage_it_had_reached(monkeypatch, reached, eager_steps):
+    run = Run(StagePlan(4, 12, compile_after=3), reached=reached)
+
+    def compile_well(**_):
+        run.model._compiled_call_impl = lambda *args: GPT.forward(run.model, *args)
+
+    monkeypatch.setattr(run.model, "compile", compile_well)
+    for step in range(10, 18):
+        run.learn(step)
+    assert run.sizes == [4] * eager_steps + [12] * (8 - eager_steps)
+
+
+def test_compiling_where_memory_is_scarce_keeps_the_size_that_fits(monkeypatch):
+    run = Run(StagePlan(12, 12, compile_after=3))
+
+    def compile_well(**_):
+        run.model._compiled_call_impl = lambda *args: GPT.forward(run.model, *args)
+
+    monkeypatch.setattr(run.model, "compile", compile_well)
+    losses = [run.learn(0), run.learn(1)]
+    with MemoryBudget(memory_needed(6) + 1000) as budget:
+        budget.adopt(everything(run))
+        losses += [run.learn(step) for step in range(2, 6)]
+    assert run.sizes == [12, 12, 12, 6, 6, 6, 6]
+    assert run.stages.stage == "compiled"
+    assert losses == pytest.approx(undisturbed(6), abs=1e-6)
 
 
 def test_compile_off_never_tries():

@@ -550,6 +550,39 @@ def test_process_that_runs_out_of_memory_takes_the_others_along(tiny_run, tiny_d
     assert curve(disturbed) == pytest.approx(curve(whole), abs=2e-6)
 
 
+INTERRUPT_SECOND_PROCESS = """
+import os, torch, train
+from nanofit.terminal import run_script
+update, calls = torch._fused_adamw_, []
+def fail_once(*arguments, **options):
+    calls.append(None)
+    if os.environ["RANK"] == "1" and len(calls) == 6:  # of the third step's two groups one is done
+        raise torch.OutOfMemoryError("no room")
+    return update(*arguments, **options)
+torch._fused_adamw_ = fail_once
+run_script(train.main)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_update_interrupted_in_one_process_is_undone_in_all(tiny_run, tiny_dataset, tmp_path):
+    whole, disturbed, script = tmp_path / "whole", tmp_path / "disturbed", tmp_path / "script.py"
+    assert tiny_run(*LARGE_STEP, out_dir=whole).returncode == 0
+    script.write_text(INTERRUPT_SECOND_PROCESS)
+    places = [f"--dataset={tiny_dataset}", f"--out_dir={disturbed}"]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, script, *TINY_MODEL, *places, *LARGE_STEP],
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "reason out of memory" in done.stdout
+    assert "went back" not in done.stdout
+    assert curve(disturbed) == pytest.approx(curve(whole), abs=2e-6)
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

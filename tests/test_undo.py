@@ -37,7 +37,7 @@ class Learner:
         self.optimizer = build_optimizer(self.model, TrainConfig(), bits=bits)
         self.is_interrupted = False
         self.optimizer.register_step_post_hook(self._interrupt)  # when all is changed
-        self.undo = UpdateUndo(self.optimizer, memory).undo
+        self.undo = UpdateUndo(self.optimizer, memory)
         self.optimizer.register_step_pre_hook(self._watch)
 
     def update(self) -> None:
@@ -72,15 +72,16 @@ def test_interrupted_update_leaves_nothing_behind(memory, bits, updates_before):
     with pytest.raises(torch.OutOfMemoryError):
         learner.update()
     assert not are_equal(learner.state(), before)
-    assert learner.undo()
+    assert learner.undo.undo()
     assert are_equal(learner.state(), before)
 
 
 def test_finished_update_cannot_be_undone(memory):
     learner = Learner(32, memory)
     learner.update()
+    learner.undo.forget()
     after = learner.state()
-    assert not learner.undo()
+    assert not learner.undo.undo()
     assert are_equal(learner.state(), after)
 
 
@@ -94,7 +95,7 @@ def test_without_room_or_limit_nothing_is_copied(memory, why):
     learner.is_interrupted = True
     with pytest.raises(torch.OutOfMemoryError):
         learner.update()
-    assert not learner.undo()
+    assert not learner.undo.undo()
 
 
 def are_equal(some: list, others: list) -> bool:
