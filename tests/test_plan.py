@@ -1,6 +1,7 @@
 """The planner as its user runs it: exact counts, the worked example, and clear refusals."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,9 @@ from conftest import PROJECT, TINY_MODEL
 import plan
 from model import GPT
 from nanofit.config import load_config
+from nanofit.explain import budget_of
+from nanofit.memory import LIBRARY_BYTES, Setup, need_of
+from nanofit.search import sizes_for
 from nanofit.terminal import InputError
 
 ONE_SHARD = str(PROJECT / "config" / "train_fineweb_4070_one_shard.py")
@@ -232,3 +236,14 @@ def test_bad_input_is_one_line_and_exit_code_2():
 )
 def test_numbers_of_tokens_as_people_write_them(text, tokens):
     assert plan._count(text) == tokens
+
+
+@pytest.mark.parametrize("block_size", [32, 256, 1024])
+def test_micro_batch_that_should_fit_is_the_largest_that_a_simulation_lets_fit(printed, block_size):
+    words = [GPT2, f"--block_size={block_size}", "--n_layer=2", "--compile=False"]
+    shown = " ".join(printed(*words, *ON_4070, "--unique_tokens=1B").split())
+    told = int(re.search(r"memory (\d+) × \d+ eager", shown)[1])
+    shape, learn, run = load_config(words)
+    room = budget_of("RTX 4070", None, run).limit_bytes - LIBRARY_BYTES
+    largest = need_of(Setup(shape)).largest(room)
+    assert told == max(size for size in sizes_for(learn.sequences_per_step) if size <= largest)
