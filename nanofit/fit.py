@@ -254,8 +254,7 @@ class _Fitter:
     def _prove(self, setup: Setup, base_bytes: int, limit_bytes: int) -> StageFit:
         """Search by trials, from the forecast on."""
         name = "compiled" if setup.compiled else "eager"
-        speeds: dict[int, float] = {}
-        allocated: dict[int, int] = {}
+        survived: dict[int, TrialResult] = {}
         tried: list[int] = []
         peaks_key = setup, self._device.name, self._device.driver, torch.get_num_threads()
         peaks = {int(size): peak for size, peak in (recall("peaks", peaks_key) or {}).items()}
@@ -266,10 +265,10 @@ class _Fitter:
             trial = run_trial(setup, size, device=self._name, limit_bytes=limit_bytes)
             if trial.peak_bytes is None and not trial.is_too_large:
                 raise InputError(f"a trial failed: {trial.reason}")
-            trial = judged(trial, [speed for one, speed in speeds.items() if one < size])
+            smaller = [other for one, other in survived.items() if one < size]
+            trial = judged(trial, [other.tokens_per_s for other in smaller])
             if trial.peak_bytes:
-                speeds[size], peaks[size] = trial.tokens_per_s, trial.peak_bytes
-                allocated[size] = trial.peak_allocated_bytes
+                survived[size], peaks[size] = trial, trial.peak_bytes
             return trial
 
         need, measured = need_of(setup), _measured_curve(peaks)
@@ -280,9 +279,15 @@ class _Fitter:
             return StageFit(0, trials=len(tried))
         size = found.size
         if self._run.autofit_goal == "fastest":
-            size = self._fastest(size, attempt, speeds)
+            size = self._fastest(size, attempt, survived)
+        best = survived[size]
         return StageFit(
-            size, peaks[size], allocated[size], speeds[size], trials=len(tried), why=found.why
+            size,
+            best.peak_bytes,
+            best.peak_allocated_bytes,
+            best.tokens_per_s,
+            trials=len(tried),
+            why=found.why,
         )
 
     def _sizes(self) -> list[int]:
@@ -292,14 +297,14 @@ class _Fitter:
             sizes = [size for size in sizes if size * logits < MOST_LOGITS]
         return sizes
 
-    def _fastest(self, largest: int, attempt: Callable, speeds: dict[int, float]) -> int:
+    def _fastest(self, largest: int, attempt: Callable, survived: dict[int, TrialResult]) -> int:
         """The smallest micro-batch as fast as any: others of half and a quarter are tried."""
         for part in (2, 4):
             smaller = [size for size in self._sizes() if size <= largest // part]
-            if smaller and smaller[-1] not in speeds:
+            if smaller and smaller[-1] not in survived:
                 attempt(smaller[-1])
-        best = max(speeds.values())
-        return min(size for size, speed in speeds.items() if speed >= GOOD_AS_FASTEST * best)
+        good = GOOD_AS_FASTEST * max(trial.tokens_per_s for trial in survived.values())
+        return min(size for size, trial in survived.items() if trial.tokens_per_s >= good)
 
     def _what_would_fit(self, savers: Savers, base_bytes: int, limit_bytes: int) -> str:
         """For who has tried everything: what one sequence needs, and what smaller ones would."""

@@ -108,6 +108,19 @@ def test_ladder_is_climbed_where_one_sequence_does_not_fit_without():
     assert f"recompute {fit.savers.recompute}" in "".join(fit.lines(96))
 
 
+@pytest.mark.parametrize(("speeds", "expected"), [((100, 99, 90), 12), ((100, 97, 97), 24)])
+def test_fastest_is_the_smallest_size_within_two_percent_of_the_best(speeds, expected):
+    speeds = dict(zip((24, 12, 6), speeds, strict=True))
+    survived = {24: TrialResult(tokens_per_s=speeds[24])}
+
+    def attempt(size):
+        survived[size] = TrialResult(tokens_per_s=speeds[size])
+
+    fitter = _Fitter(SHAPE, LEARN, RUN, DEVICE, 96, print)
+    assert fitter._fastest(24, attempt, survived) == expected
+    assert sorted(survived) == [6, 12, 24]
+
+
 @pytest.mark.parametrize(
     ("trial", "reason"),
     [
