@@ -47,9 +47,9 @@ def test_broken_trial_is_an_answer():
     assert "CUDA" in result.reason
 
 
-def test_forecast_is_within_a_few_mib_of_what_trials_measure():
+def test_forecast_is_within_five_percent_of_what_trials_measure():
     own_bytes = run_trial(SETUP, 0, device="cpu", limit_bytes=None).used_bytes
     need = need_of(SETUP)
     for size in (4, 32):
         peak = run_trial(SETUP, size, device="cpu", limit_bytes=LIMIT).peak_bytes
-        assert own_bytes + need.at(size) == pytest.approx(peak, abs=4 * 2**20)
+        assert own_bytes + need.at(size) == pytest.approx(peak, rel=0.05)
