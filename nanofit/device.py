@@ -147,7 +147,7 @@ class Device:
         """The versions of CUDA and its driver; empty elsewhere."""
         if self.type != "cuda":
             return ""
-        return f"CUDA {torch.version.cuda}, driver {torch._C._cuda_getDriverVersion()}"
+        return f"CUDA {torch.version.cuda}, driver {_cuda_driver_version()}"
 
     def autocast(self) -> AbstractContextManager:
         """Matrix products in `dtype`; with float32 nothing changes."""
@@ -419,6 +419,16 @@ def _best_kind() -> str:
 
 def _dtype(name: str, default: torch.dtype) -> torch.dtype:
     return default if name == "auto" else getattr(torch, name)
+
+
+def _cuda_driver_version() -> int:
+    """As in 13000 for CUDA 13.0; torch knows it, but does not tell."""
+    import ctypes
+
+    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    version = ctypes.c_int()
+    library.cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _set_up_cuda(index: int, dtype: str) -> Device:
