@@ -1,0 +1,254 @@
+"""Run our scripts on a CUDA card without a GPU, and see what they did there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanofit.device import find_card
+from tests.card.build import build, preload
+
+PROJECT = Path(__file__).resolve().parents[2]
+VENV = PROJECT / ".venv-cuda"
+PYTHON = VENV / "bin/python"
+KNOWN_CALLS = frozenset(Path(__file__).with_name("known_calls.txt").read_text().splitlines())
+CONTEXT_MIB = 420  # of a process on an RTX 4070
+MIB = 2**20
+
+_MOST_DEVICES = 8
+_PROCESS = np.dtype(  # as in card.c
+    [
+        ("pid", "<i4"),
+        ("is_gone", "<i4"),
+        ("launches", "<i8"),
+        ("used", "<u8", _MOST_DEVICES),
+        ("peak", "<u8", _MOST_DEVICES),
+    ]
+)
+
+
+class UnknownCall(AssertionError):
+    """A run made a call of CUDA that nobody has looked at."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a script."""
+
+    code: int
+    output: str
+    errors: str
+    processes: np.ndarray  # those that used the card: pid, launches, used and peak bytes by device
+    calls: frozenset[str]  # of CUDA that the card only pretends to know
+    out_dir: Path
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of a kind in the run's metrics."""
+        lines = (self.out_dir / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [record for record in self.records("event") if record["name"] == name]
+
+    def steps(self) -> list[int]:
+        """The steps that were done, in order, repeated ones repeatedly."""
+        return [record["step"] for record in self.records("step")]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that one process had on one device, its context included."""
+        return int(self.processes["peak"].max(initial=0))
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n{self.output}\n{self.errors}"
+
+
+@dataclass(frozen=True)
+class CardWithoutGpu:
+    """A card, by a name of nanofit's table, on which other programs use some memory."""
+
+    folder: Path  # for what runs leave behind
+    name: str = "RTX 4070"
+    memory_mib: int | None = None  # None: as the table says
+    others_mib: int = 0
+    devices: int = 1
+    capability: str | None = None
+
+    def run(self, *command: str | Path, timeout_s: float = 600, **options: Any) -> Run:
+        """Run a script of the project to its end."""
+        with self.start(*command, **options) as started:
+            try:
+                output, errors = started.process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired as error:
+                raise AssertionError(f"{command} took longer than {timeout_s} s") from error
+            return started.result(output, errors)
+
+    @contextmanager
+    def start(
+        self,
+        *command: str | Path,
+        processes: int = 1,
+        scalars: str = "0:2.0",
+        others_after: str = "",
+        trace: Path | None = None,
+        **environment: str,
+    ) -> Iterator["Started"]:
+        """Start a script, which is killed with all its children when the context is left.
+
+        `scalars` and `others_after` are "launches:value,...": what numbers read back are said to
+        be, and how many MiB other programs come to use, once the script has launched so many
+        kernels.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state, calls = self.folder / "state", self.folder / "calls"
+        np.full(_MOST_DEVICES, self.others_mib * MIB, "<u8").tofile(state)
+        calls.write_text("")
+        script, *words = command
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        settings = {
+            "CARD_STATE": state,
+            "CARD_CALLS": calls,
+            "CARD_SCALARS": scalars,
+            "CARD_OTHERS_AFTER": others_after,
+            "CARD_SCRIPT": Path(script).name,
+            **({"CARD_TRACE": trace} if trace else {}),
+            **environment,
+        }
+        process = subprocess.Popen(
+            [
+                str(PYTHON),
+                *(launcher if processes > 1 else []),
+                *([str(PROJECT / script)] if str(script).endswith(".py") else [str(script)]),
+                *map(str, words),
+            ],
+            cwd=self.folder,
+            env=self._environment(settings),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield Started(process, self.folder)
+        finally:
+            kill_session(process)
+
+    def _environment(self, settings: dict[str, Any]) -> dict[str, str]:
+        known = find_card(self.name)
+        per_processor = 8 if known.architecture in ("Volta", "Turing") else 4
+        described = {
+            "CARD_NAME": f"NVIDIA {known.name}",
+            "CARD_MEMORY_MIB": self.memory_mib or known.memory_mib,
+            "CARD_DEVICES": self.devices,
+            "CARD_CAPABILITY": self.capability or _CAPABILITY[known.architecture],
+            "CARD_PROCESSORS": known.tensor_cores // per_processor,
+            "CARD_CONTEXT_MIB": CONTEXT_MIB,
+            "XDG_CACHE_HOME": _cache(self.folder),
+            "TORCHINDUCTOR_CACHE_DIR": VENV / "cache/inductor",
+            "TRITON_CACHE_DIR": VENV / "cache/triton",
+            "COVERAGE_PROCESS_START": PROJECT / "tests/card/coverage.ini",
+            "COVERAGE_FILE": VENV / "coverage/data",
+        }
+        own = {name: str(value) for name, value in {**described, **settings}.items()}
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return {**inherited, **preload(build(PYTHON, VENV / "card")), **own}
+
+
+_CAPABILITY = {
+    "Volta": "7.0",
+    "Turing": "7.5",
+    "Ampere": "8.6",
+    "Ada": "8.9",
+    "Hopper": "9.0",
+    "Blackwell": "12.0",
+}
+
+
+@dataclass(frozen=True)
+class Started:
+    """A script that runs."""
+
+    process: subprocess.Popen
+    folder: Path
+
+    def wait_for(self, word: str) -> list[str]:
+        """Read the output up to a line with a word in it."""
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if word in line:
+                return lines
+        raise AssertionError(f"no {word!r} in\n{''.join(lines)}{self.process.stderr.read()}")
+
+    def result(self, output: str, errors: str) -> Run:
+        """What came of it, once it has ended; UnknownCall if it made one."""
+        calls = frozenset((self.folder / "calls").read_text().splitlines())
+        if calls - KNOWN_CALLS:
+            raise UnknownCall(", ".join(sorted(calls - KNOWN_CALLS)))
+        return Run(
+            code=self.process.returncode,
+            output=output,
+            errors=errors,
+            processes=_read_state(self.folder / "state"),
+            calls=calls,
+            out_dir=self.folder / "out",
+        )
+
+
+def kill_session(process: subprocess.Popen) -> None:
+    """End a process and all that it started, whatever state they are in."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+    for pipe in (process.stdout, process.stderr):
+        pipe.close()
+
+
+def set_others(folder: Path, mib: int, device: int = 0) -> None:
+    """Let other programs use so much of a card from now on."""
+    with (folder / "state").open("r+b") as file:
+        file.seek(8 * device)
+        file.write(np.array(mib * MIB, "<u8").tobytes())
+
+
+def why_impossible() -> str | None:
+    """Why there can be no such card here, if so."""
+    import platform
+    import shutil
+
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return f"a card without a GPU needs Linux on x86-64, not {platform.platform()}"
+    if not shutil.which("gcc"):
+        return "a card without a GPU needs gcc"
+    if not PYTHON.exists():
+        return "the CUDA build of torch is not installed; make test-card does it"
+    return None
+
+
+def _read_state(path: Path) -> np.ndarray:
+    raw = path.read_bytes()
+    header = 8 * _MOST_DEVICES
+    if len(raw) <= header:
+        return np.empty(0, _PROCESS)
+    count = int.from_bytes(raw[header : header + 8], "little")
+    return np.frombuffer(raw, _PROCESS, count, header + 8)
+
+
+def _cache(folder: Path) -> Path:
+    """A cache of its own for each card, but for simulations, which are the same for all."""
+    shared, own = VENV / "cache/memory", folder / "cache/nanofit"
+    shared.mkdir(parents=True, exist_ok=True)
+    own.mkdir(parents=True, exist_ok=True)
+    if not (own / "memory").exists():
+        (own / "memory").symlink_to(shared)
+    return folder / "cache"
