@@ -121,6 +121,7 @@ def find_fit(
     run: RunConfig,
     device: Device,
     ranks: Ranks,
+    trial: Callable[..., TrialResult] = run_trial,
 ) -> Fit:
     """The micro-batches of a run; all processes get the smallest that any of them found."""
     share = learn.sequences_per_step // ranks.world
@@ -130,7 +131,7 @@ def find_fit(
         size = StageFit(min(learn.batch_size, share))
         limit_bytes = run.memory_limit and parse_size(run.memory_limit)
         return Fit(size, size if run.compile else None, given, limit_bytes)
-    fitter = _Fitter(shape, learn, run, device, share, ranks.say)
+    fitter = _Fitter(shape, learn, run, device, share, ranks.say, trial)
     with ranks.all_or_none():
         fit = fitter.fit(given)
     return replace(
@@ -166,9 +167,11 @@ class _Fitter:
         device: Device,
         share: int,
         say: Callable[[str], None],
+        trial: Callable[..., TrialResult] = run_trial,
     ):
         self._shape, self._learn, self._run = shape, learn, run
         self._device, self._share, self._say = device, share, say
+        self._trial = trial
         self._setup = Setup(shape, dtype=device.precision, loss=run.loss)
         self._name = str(device.torch_device)
 
@@ -186,7 +189,7 @@ class _Fitter:
 
     def _room(self) -> tuple[int, int]:
         """How much may be used, and what is used of it by no tensor of ours."""
-        look = run_trial(self._setup, 0, device=self._name, limit_bytes=None)
+        look = self._trial(self._setup, 0, device=self._name, limit_bytes=None)
         if look.reason:
             raise InputError(f"autofit cannot use {self._name}: {look.reason}")
         limits = [usable_bytes(look.free_bytes, self._run)] if look.free_bytes else []
@@ -268,7 +271,7 @@ class _Fitter:
         def attempt(size: int) -> TrialResult:
             self._say(f"autofit {name}: trying {size} sequences at once")
             tried.append(size)
-            trial = run_trial(setup, size, device=self._name, limit_bytes=limit_bytes)
+            trial = self._trial(setup, size, device=self._name, limit_bytes=limit_bytes)
             if trial.peak_bytes is None and not trial.is_too_large:
                 raise InputError(f"a trial failed: {trial.reason}")
             smaller = [other for one, other in survived.items() if one < size]

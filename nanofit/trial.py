@@ -101,18 +101,22 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _OF_THE_RUN}
 
 
-def _child(order: dict[str, Any]) -> TrialResult:
-    setup = Setup(**{**order["setup"], "shape": GPTConfig(**order["setup"]["shape"])})
-    device = describe_device(order["device"], setup.dtype)
-    if not order["micro_batch_size"]:
-        return _look_around(setup, device)
-    device.enter_thread()
-    memory = device.memory()
+def trial_here(
+    setup: Setup, micro_batch_size: int, *, device: str, limit_bytes: int | None
+) -> TrialResult:
+    """The same in this process, which should have no other use for its device."""
+    described = describe_device(device, setup.dtype)
+    if not micro_batch_size:
+        return _look_around(setup, described)
+    described.enter_thread()
+    memory = described.memory()
     before = TrialResult(free_bytes=memory.free_bytes(), used_bytes=memory.used_bytes())
-    if order["limit_bytes"]:
-        memory.limit(order["limit_bytes"])
+    if limit_bytes:
+        memory.limit(limit_bytes)
+    memory.forget_peak()
+    retries = memory.retries()
     try:
-        tokens_per_s = _train(setup, order["micro_batch_size"], device)
+        tokens_per_s = _train(setup, micro_batch_size, described)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -121,10 +125,16 @@ def _child(order: dict[str, Any]) -> TrialResult:
         before,
         peak_bytes=memory.peak_bytes(),
         peak_allocated_bytes=memory.peak_allocated_bytes(),
-        retries=memory.retries(),
+        retries=memory.retries() - retries,
         spilled_bytes=memory.spilled_bytes(),
         tokens_per_s=tokens_per_s,
     )
+
+
+def _answer(order: dict[str, Any]) -> TrialResult:
+    described = order.pop("setup")
+    shape = GPTConfig(**described.pop("shape"))
+    return trial_here(Setup(shape, **described), **order)
 
 
 def _look_around(setup: Setup, device: Device) -> TrialResult:
@@ -182,4 +192,4 @@ def _train(setup: Setup, size: int, device: Device) -> float:
 
 
 if __name__ == "__main__":
-    print(_ANSWER + json.dumps(asdict(_child(json.loads(sys.argv[1])))), flush=True)
+    print(_ANSWER + json.dumps(asdict(_answer(json.loads(sys.argv[1])))), flush=True)

@@ -1,10 +1,8 @@
 """What a machine is: published peaks for known cards, None for unknown ones, clear refusals."""
 
-import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from conftest import PROJECT
 
 from nanofit.device import (
     CARDS,
-    Device,
     describe_device,
     find_card,
     is_out_of_memory,
@@ -277,77 +274,6 @@ def test_sending_keeps_the_numbers():
     sent = device.send(device.stage(tensor))
     assert sent.device == device.torch_device
     assert torch.equal(sent, tensor)
-
-
-def test_cuda_card_is_described_by_its_driver(monkeypatch):
-    """torch's own answers are stood in for, so that these lines run on a machine without a card."""
-    card = SimpleNamespace(name="NVIDIA GeForce RTX 4070", total_memory=12_878_610_432, major=8)
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
-    device = describe_device("auto", local_rank=1)
-    assert chosen == []  # so that the process has no context yet
-    device.enter_thread()
-    assert chosen == [torch.device("cuda", 1)]
-    assert device.torch_device == torch.device("cuda", 1)
-    assert (device.dtype, device.memory_bytes) == (torch.bfloat16, card.total_memory)
-    assert device.peak_flops == pytest.approx(58.3e12, rel=1e-3)
-    assert describe_device("cuda:0", "float16").dtype is torch.float16
-    with pytest.raises(InputError, match="no device cuda:2: this machine has 2"):
-        describe_device("cuda:2")
-
-
-def test_memory_of_a_card_is_limited_and_counted_in_what_torch_reserves(monkeypatch):
-    answers = {
-        "get_device_properties": SimpleNamespace(total_memory=12_000),
-        "max_memory_reserved": 7_000,
-        "mem_get_info": (4_000, 12_000),
-        "memory_reserved": 1_000,
-        "memory_stats": {"num_alloc_retries": 3},
-        "max_memory_allocated": 6_000,
-        "memory_allocated": 2_500,
-        "device_memory_used": 700,
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _device, answer=answer: answer)
-    limits = []
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_per_process_memory_fraction",
-        lambda fraction, device: limits.append((fraction, device)),
-    )
-    card = torch.device("cuda", 1)
-    memory = Device(card, "a card", torch.bfloat16, 12_000, None).memory()
-    memory.limit(9_000)
-    memory.limit(13_000)
-    assert limits == [(0.75, card), (1.0, card)]
-    assert (memory.peak_bytes(), memory.free_bytes(), memory.retries()) == (7_000, 5_000, 3)
-    assert (memory.used_bytes(), memory.can_run_out()) == (0, True)
-    assert (memory.peak_allocated_bytes(), memory.vacated_bytes()) == (6_000, 3_500)
-    assert memory.spilled_bytes() == 300
-    monkeypatch.undo()  # and without NVML
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 1_000)
-    assert memory.spilled_bytes() == 0
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
-def test_settings_of_the_allocator_that_a_user_made_are_kept(monkeypatch, name):
-    for one in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(one, raising=False)
-    if name:
-        monkeypatch.setenv(name, "max_split_size_mb:64")
-    card = SimpleNamespace(name="a card", total_memory=2**33, major=8)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
-    describe_device("cuda")
-    settings = {key: value for key, value in os.environ.items() if key.endswith("_ALLOC_CONF")}
-    expected = {name: "max_split_size_mb:64"} if name else None
-    assert settings == (expected or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.card.harness import CardWithoutGpu, why_impossible
+from tests.card.harness import PROJECT, CardWithoutGpu, why_impossible
 
 # As small as every line of a run allows: what is slow here is to compile.
 SMALL = (
@@ -42,6 +42,19 @@ def card(tmp_path) -> Callable[..., CardWithoutGpu]:
         return CardWithoutGpu(folder, name, memory, others, devices, capability)
 
     return make
+
+
+@pytest.fixture
+def python(card):
+    """Run a few lines of Python on a card; what they `say` comes back, and the run."""
+    begin = "import json, torch; say = lambda **values: print(json.dumps(values), flush=True)\n"
+
+    def run(code: str, on: CardWithoutGpu | None = None, **options):
+        done = (on or card()).run("-c", begin + code, PYTHONPATH=str(PROJECT), **options)
+        assert done.code == 0, done
+        return [json.loads(line) for line in done.output.splitlines()], done
+
+    return run
 
 
 @pytest.fixture(scope="session")

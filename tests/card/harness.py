@@ -148,7 +148,7 @@ class CardWithoutGpu:
             "CARD_NAME": f"NVIDIA {known.name}",
             "CARD_MEMORY_MIB": self.memory_mib or known.memory_mib,
             "CARD_DEVICES": self.devices,
-            "CARD_CAPABILITY": self.capability or _CAPABILITY[known.architecture],
+            "CARD_CAPABILITY": self.capability or "{}.{}".format(*known.capability),
             "CARD_PROCESSORS": known.tensor_cores // per_processor,
             "CARD_CONTEXT_MIB": CONTEXT_MIB,
             "XDG_CACHE_HOME": _cache(self.folder),
@@ -160,16 +160,6 @@ class CardWithoutGpu:
         own = {name: str(value) for name, value in {**described, **settings}.items()}
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return {**inherited, **preload(build(PYTHON, VENV / "card")), **own}
-
-
-_CAPABILITY = {
-    "Volta": "7.0",
-    "Turing": "7.5",
-    "Ampere": "8.6",
-    "Ada": "8.9",
-    "Hopper": "9.0",
-    "Blackwell": "12.0",
-}
 
 
 @dataclass(frozen=True)
@@ -213,10 +203,13 @@ def kill_session(process: subprocess.Popen) -> None:
 
 
 def set_others(folder: Path, mib: int, device: int = 0) -> None:
-    """Let other programs use so much of a card from now on."""
+    """Let other programs use so much of a card from now on.
+
+    A negative number is memory of ours that the driver has moved to the host, as WSL's does.
+    """
     with (folder / "state").open("r+b") as file:
         file.seek(8 * device)
-        file.write(np.array(mib * MIB, "<u8").tobytes())
+        file.write(np.array(mib * MIB, "<i8").tobytes())
 
 
 def why_impossible() -> str | None:

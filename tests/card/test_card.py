@@ -1,24 +1,8 @@
 """The card itself: what it counts, what it refuses, what it tells."""
 
-import json
-
 import pytest
 
 from tests.card.harness import CONTEXT_MIB, MIB, UnknownCall, set_others
-
-SAY = "import json, torch; say = lambda **values: print(json.dumps(values), flush=True)\n"
-
-
-@pytest.fixture
-def python(card):
-    """Run a few lines of Python on a card; they `say` what they see."""
-
-    def run(code: str, on=None, **options):
-        run = (on or card()).run("-c", SAY + code, CARD_SCRIPT="-c", **options)
-        assert run.code == 0, run
-        return [json.loads(line) for line in run.output.splitlines()], run
-
-    return run
 
 
 def test_driver_counts_what_torch_reserves_and_the_context(python):

@@ -1,0 +1,194 @@
+"""What fits on which card: forecast, and what torch's own CUDA allocator bears, side by side.
+
+    python bench/cards.py              # all cards, eager; about 20 minutes on 2 cores
+    python bench/cards.py "RTX 4070" --compiled
+
+On cards without a GPU (tests/card): torch's allocator and its out-of-memory are real, kernels do
+nothing. For each card, config and use by other programs the fit is found as train.py finds it, but
+with trials in one process, and then the next larger micro-batch is tried.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from nanofit.config import PROJECT, load_config
+from nanofit.device import describe_device
+from nanofit.dist import Ranks
+from nanofit.fit import Fit, find_fit
+from nanofit.memory import Setup, need_of
+from nanofit.search import sizes_for
+from nanofit.terminal import InputError, first_line
+from nanofit.trial import TrialResult, trial_here
+
+CARDS = (
+    "3050 laptop",
+    "RTX 2060",
+    "RTX 4060",
+    "RTX 2080 Ti",
+    "RTX 3060",
+    "RTX 4070",
+    "RTX 4080",
+    "T4",
+    "RTX 3090",
+    "RTX 4090",
+    "RTX 5090",
+)
+OTHERS_MIB = (0, 600, 2118)
+MIB = 2**20
+WORKER = "--worker"
+COLUMNS = "card|others|config|dtype|savers|micro-batch|limit|forecast|reserved|error|next".split(
+    "|"
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cards", nargs="*", default=CARDS)
+    parser.add_argument("--compiled", action="store_true", help="the compiled stage as well")
+    parser.add_argument(WORKER, action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    if asked.worker:
+        for row in _rows_of_this_card(compiled=asked.compiled):
+            print(json.dumps(row), flush=True)
+        return
+    with ThreadPoolExecutor(2) as pool:
+        answers = pool.map(lambda card: _on_card(card, compiled=asked.compiled), asked.cards)
+        rows = []
+        _print_row(COLUMNS)
+        _print_row(["---", "--:", "---", "---", "---", *["--:"] * 5, "---"])
+        for answer in answers:
+            rows += answer
+            for row in answer:
+                _print_row(_cells(row))
+    _print_summary(rows)
+
+
+def _on_card(name: str, *, compiled: bool) -> list[dict[str, Any]]:
+    from tests.card.harness import CardWithoutGpu
+
+    words = [WORKER, *(["--compiled"] if compiled else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        run = CardWithoutGpu(Path(folder), name).run("bench/cards.py", *words, timeout_s=7200)
+    if run.code:
+        raise SystemExit(str(run))
+    found = [json.loads(line) for line in run.output.splitlines() if line.startswith("{")]
+    return [{"card": name, **row} for row in found]
+
+
+def _rows_of_this_card(*, compiled: bool) -> Iterator[dict[str, Any]]:
+    """In a process on the card: each config with each use by others."""
+    from tests.card.harness import set_others
+
+    for config in sorted(PROJECT.glob("config/*.py")):
+        for others_mib in OTHERS_MIB:
+            set_others(Path(os.environ["CARD_STATE"]).parent, others_mib)
+            row = {"config": config.stem, "others_mib": others_mib}
+            try:
+                for found in _fit_here(config, compiled=compiled):
+                    yield {**row, **found}
+            except InputError as error:
+                yield {**row, "refused": first_line(error)}
+
+
+def _fit_here(config: Path, *, compiled: bool) -> Iterator[dict[str, Any]]:
+    shape, learn, run = load_config([str(config)])
+    run = replace(run, compile=compiled, autofit=True)
+    device = describe_device("cuda", run.dtype)
+    fit = find_fit(shape, learn, run, device, Ranks(), trial=_trial_here)
+    for stage in (fit.eager, fit.compiled)[: 1 + compiled]:
+        setup = Setup(
+            shape,
+            dtype=device.precision,
+            loss=run.loss,
+            compiled=stage is fit.compiled,
+            **asdict(fit.savers),
+        )
+        yield {
+            "dtype": device.precision,
+            "stage": "compiled" if setup.compiled else "eager",
+            "savers": _savers(fit),
+            "size": stage.size,
+            "limit_bytes": fit.limit_bytes,
+            "forecast_bytes": need_of(setup).at(stage.size) + _base_bytes(setup),
+            "reserved_bytes": stage.peak_bytes,
+            "next": _try_next(setup, stage.size, learn.sequences_per_step, fit.limit_bytes),
+        }
+
+
+def _trial_here(setup: Setup, size: int, *, device: str, limit_bytes: int | None) -> TrialResult:
+    result = trial_here(setup, size, device=device, limit_bytes=limit_bytes)
+    gc.collect()
+    return result
+
+
+def _base_bytes(setup: Setup) -> int:
+    return _trial_here(setup, 0, device="cuda", limit_bytes=None).used_bytes
+
+
+def _try_next(setup: Setup, size: int, sequences: int, limit_bytes: int) -> str:
+    """What becomes of the next larger micro-batch."""
+    larger = [one for one in sizes_for(sequences) if one > size]
+    if not larger:
+        return "the whole step"
+    trial = _trial_here(setup, larger[0], device="cuda", limit_bytes=limit_bytes)
+    return f"{larger[0]} {'fits' if trial.peak_bytes else 'does not fit'}"
+
+
+def _savers(fit: Fit) -> str:
+    return fit.told().get("savers", "-")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    begin = [row["card"], str(row["others_mib"]), row["config"]]
+    if "refused" in row:
+        return [*begin, "-", "-", "-", "-", "-", "-", "-", row["refused"]]
+    config = f"{row['config']}, compiled" if row["stage"] == "compiled" else row["config"]
+    return [
+        *begin[:2],
+        config,
+        row["dtype"],
+        row["savers"],
+        str(row["size"]),
+        *(
+            f"{row[name] / MIB:,.0f}"
+            for name in ("limit_bytes", "forecast_bytes", "reserved_bytes")
+        ),
+        f"{_error(row):+.2%}",
+        row["next"],
+    ]
+
+
+def _error(row: dict[str, Any]) -> float:
+    return row["forecast_bytes"] / row["reserved_bytes"] - 1
+
+
+def _print_row(cells: Sequence[str]) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _print_summary(rows: list[dict[str, Any]]) -> None:
+    fitting = [row for row in rows if "refused" not in row]
+    errors = sorted(map(_error, fitting))
+    missed = [row for row in fitting if row["next"].endswith(" fits")]
+    print(
+        f"\n{len(fitting)} of {len(rows)} run, {len(rows) - len(fitting)} are refused in one line. "
+        f"Forecasts are {errors[0]:+.2%} to {errors[-1]:+.2%} of what the allocator reserved. "
+        f"The next larger micro-batch fitted {len(missed)} times."
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
