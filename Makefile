@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test lint bench-train-step bench-generate bench-memory bench-roofline bench-autofit bench-prepare bench-prepare-large clean
+.PHONY: help demo test test-card run-test-card lint bench-train-step bench-generate bench-memory bench-roofline bench-autofit bench-prepare bench-prepare-large clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -17,7 +17,20 @@ demo: .venv/installed  ## make a sample shard, prepare it, train a small GPT, sa
 	$(BIN)/python sample.py --out_dir=out-demo --start="One morning" --num_samples=2
 
 test: lint  ## check the style, run the tests
-	$(BIN)/python -m pytest -n auto --maxprocesses=4
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --ignore=tests/card
+
+# Needs Linux on x86-64 and gcc; elsewhere there is nothing to run.
+test-card: .venv/installed-dev  ## run every CUDA line, on a card without a GPU (installs 5 GB)
+	@if [ "$$(uname -sm)" = "Linux x86_64" ] && command -v gcc > /dev/null; then \
+		$(MAKE) --no-print-directory run-test-card; \
+	else \
+		echo "SKIPPED: no test of CUDA was run; a card without a GPU needs gcc and Linux on x86-64"; \
+	fi
+
+run-test-card: .venv-cuda/installed
+	rm -rf .venv-cuda/coverage && mkdir .venv-cuda/coverage
+	$(BIN)/python -m pytest tests/card -n auto --maxprocesses=2
+	.venv-cuda/bin/python tests/card/covered.py .venv-cuda/coverage
 
 lint: .venv/installed-dev  ## check format and style with ruff
 	$(BIN)/ruff format --check .
@@ -54,6 +67,15 @@ clean:  ## remove what make demo made, but not the installed packages
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing the packages of requirements.txt (torch is large: a few minutes)"
 	$(INSTALL) -r requirements.txt
+	touch $@
+
+# The CUDA build of torch, also where pip prefers a CPU build that lies on disk.
+.venv-cuda/installed: requirements.txt requirements-card.txt
+	test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
+	@echo "installing the CUDA build of torch into .venv-cuda (5 GB: a few minutes)"
+	env -u PIP_FIND_LINKS .venv-cuda/bin/python -m pip install --isolated --quiet \
+		--disable-pip-version-check -r requirements-card.txt
+	.venv-cuda/bin/python -c 'import torch; assert torch.version.cuda, "this torch has no CUDA"'
 	touch $@
 
 .venv/installed-extras: .venv/installed requirements-extras.txt
