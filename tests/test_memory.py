@@ -31,6 +31,7 @@ from nanofit.step import train_step
 
 GIB, MIB = 2**30, 2**20
 SMALL = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=5000)
+CUBLAS_BYTES = 2 * 8320 * 1024  # its workspace on these cards, which torch's allocator counts
 GPT2_6_384 = GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=512)
 LOGITS_BYTES = 16 * 1024 * 50304 * 2
 
@@ -104,6 +105,40 @@ def test_nanogpts_way_takes_what_nanogpt_took_on_torchs_allocator(
     assert simulation.peak_bytes == pytest.approx(allocated_bytes, rel=0.01)
     reserved = simulation.replay(expandable_segments=True).peak_reserved_bytes
     assert reserved == pytest.approx(reserved_bytes, rel=0.01)
+
+
+# Our own step in the same way: 2 layers, vocabulary 2048, eager. Without flash attention on
+# capability 7.5, else on 8.9; heads of 50 are padded.
+@pytest.mark.parametrize(
+    ("n_embd", "changes", "allocated_bytes"),
+    [
+        (384, {"dtype": "float16", "has_flash": False}, 375_440_896),
+        (384, {}, 375_441_408),
+        (384, {"dtype": "float32"}, 564_576_256),
+        (400, {}, 412_559_360),
+    ],
+    ids=["efficient, float16", "flash", "efficient, float32", "flash, padded"],
+)
+def test_our_step_takes_what_it_took_on_torchs_allocator(n_embd, changes, allocated_bytes):
+    shape = GPTConfig(n_layer=2, n_head=8, n_embd=n_embd, block_size=1024, vocab_size=2048)
+    simulated = simulate(Setup(shape, **changes), 8).peak_bytes
+    assert simulated == pytest.approx(allocated_bytes - CUBLAS_BYTES, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "changes"),
+    [
+        ("flash", {}),
+        ("flash", {"dtype": "float16"}),
+        ("efficient", {"dtype": "float32"}),
+        ("efficient", {"dtype": "float16", "has_flash": False}),
+        ("math", {"has_flash": False}),
+        ("math", {"dtype": "float16", "has_flash": False, "shape": GPTConfig(n_embd=12 * 50)}),
+        ("flash", {"shape": GPTConfig(n_embd=12 * 50)}),
+    ],
+)
+def test_attention_is_done_by_the_kernels_torch_took_on_a_card(kernels, changes):
+    assert replace(Setup(GPT2_77M), **changes).attention == kernels
 
 
 def test_process_of_a_real_run_on_a_4070_is_as_large_as_nvidia_smi_said():
