@@ -24,7 +24,7 @@ from model import GPTConfig
 from nanofit.config import RunConfig, TrainConfig, load_config
 from nanofit.device import describe_device
 from nanofit.dist import Ranks
-from nanofit.explain import budget_of, dtype_of, explain, show
+from nanofit.explain import budget_of, dtype_of, explain, has_flash_on, show
 from nanofit.fit import find_fit
 from nanofit.picture import figure_class, save_png
 from nanofit.terminal import FlagParser, InputError, parse_size, run_script
@@ -68,7 +68,13 @@ def _explain(
         figure_class()  # not to find out a minute later that it is missing
     with Console(stderr=True).status("") as status:
         told = explain(
-            shape, learn, run, budget, dtype=dtype_of(asked.gpu, run), note=status.update
+            shape,
+            learn,
+            run,
+            budget,
+            dtype=dtype_of(asked.gpu, run),
+            has_flash=has_flash_on(asked.gpu),
+            note=status.update,
         )
     if asked.png:
         save_png(told.simulation, budget and budget.limit_bytes, title=told.title, path=asked.png)

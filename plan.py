@@ -36,7 +36,7 @@ from nanofit.device import (
     known_card,
 )
 from nanofit.dist import Ranks
-from nanofit.explain import budget_of, dtype_of
+from nanofit.explain import budget_of, dtype_of, has_flash_on
 from nanofit.footprint import footprint, total
 from nanofit.forecast import (
     COMPILE_GAIN,
@@ -509,7 +509,12 @@ def _memory_row(plan: Plan) -> str | None:
     budget = budget_of(plan.gpu, None, plan.run)
     if budget is None:
         return None
-    eager = Setup(plan.model.config, dtype=dtype_of(plan.gpu, plan.run), loss=plan.run.loss)
+    eager = Setup(
+        plan.model.config,
+        dtype=dtype_of(plan.gpu, plan.run),
+        loss=plan.run.loss,
+        has_flash=has_flash_on(plan.gpu),
+    )
     sizes, told = sizes_for(plan.learn.sequences_per_step), []
     for setup in (eager, replace(eager, compiled=True))[: 1 + plan.run.compile]:
         stage = "compiled" if setup.compiled else "eager"

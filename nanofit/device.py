@@ -173,6 +173,11 @@ class Device:
             return ""
         return f"CUDA {torch.version.cuda}, driver {_cuda_driver_version()}"
 
+    @property
+    def has_flash(self) -> bool:
+        """Whether there is flash attention, which Ampere brought to CUDA."""
+        return self.type != "cuda" or torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+
     def autocast(self) -> AbstractContextManager:
         """Matrix products in `dtype`; with float32 nothing changes."""
         return torch.autocast(self.type, self.dtype, enabled=self.dtype != torch.float32)

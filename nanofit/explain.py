@@ -87,6 +87,13 @@ def dtype_of(gpu: str | None, run: RunConfig) -> str:
     return best if run.dtype in ("auto", "bfloat16") else run.dtype
 
 
+def has_flash_on(gpu: str | None) -> bool:
+    """Whether attention has flash kernels: a card has them if it has bfloat16."""
+    if gpu is None and torch.cuda.is_available():
+        return describe_device("cuda").has_flash
+    return gpu is None or find_card(gpu).has_bfloat16
+
+
 @dataclass(frozen=True)
 class Counts:
     """The parameters as nanoGPT counts them."""
@@ -153,8 +160,9 @@ class Explanation:
 
     @cached_property
     def tensor_lines(self) -> list[Line]:
-        """What the step's tensors are: by arithmetic, or with savers by simulation."""
-        if replace(self.setup, optimizer_bits=32) == without_savers(self.setup):
+        """What the step's tensors are: by arithmetic or, where that does not reach, simulated."""
+        is_plain = replace(self.setup, optimizer_bits=32) == without_savers(self.setup)
+        if is_plain and self.setup.attention != "math":
             return footprint(self.setup, self.micro_batch_size)
         sizes = self.simulation.components_at_peak()
         return [Line(component, "simulated", size) for component, size in sizes.most_common()]
@@ -172,13 +180,13 @@ class Explanation:
         if self.setup.optimizer_bits == 8:
             saved = saved_by_8_bits(self.setup.shape)
             lines.append(Line("8-bit moments", "instead of 32-bit ones", -saved))
-        told = f"cuBLAS and the like, {self.overhead.source}"
+        told = f"{self.overhead.source}: cuBLAS and the like"
         return [*lines, Line("library workspace", told, self.overhead.library_bytes)]
 
     @property
     def lines(self) -> list[Line]:
         """The whole process, by component."""
-        told = f"of any process, {self.overhead.source}"
+        told = f"{self.overhead.source}: of any process"
         return [*self.own_lines, Line("CUDA context", told, self.overhead.context_bytes)]
 
     @property
@@ -236,6 +244,7 @@ def explain(
     budget: Budget | None,
     *,
     dtype: str,
+    has_flash: bool = True,
     note: Callable[[str], None],
 ) -> Explanation:
     """Simulate what a config needs, in both stages, with and without savers.
@@ -250,6 +259,7 @@ def explain(
         recompute=run.recompute,
         activation_memory_budget=run.activation_memory_budget,
         optimizer_bits=run.optimizer_bits,
+        has_flash=has_flash,
     )
     note(f"simulating a step, {_stage(setup)}")
     simulation = simulate(setup, learn.batch_size)
@@ -311,12 +321,24 @@ def _step_rows(told: Explanation) -> Iterator[tuple[str, str]]:
         f"{counts.decayed_tensors} tensors with {counts.decayed_parameters:,}, not decayed: "
         f"{counts.other_tensors} with {counts.other_parameters:,}",
     )
+    if note := _attention_note(told.setup):
+        yield "attention", note
     tokens = told.micro_batch_size * shape.block_size
     yield (
         "micro-batch",
         f"{told.micro_batch_size} × {shape.block_size} = {tokens:,} tokens, {told.setup.dtype}, "
         f"{told.stage}, {told.setup.loss} loss",
     )
+
+
+def _attention_note(setup: Setup) -> str:
+    """What its kernels do that takes more memory than others would; usually nothing."""
+    width = setup.shape.n_embd // setup.shape.n_head
+    if setup.attention == "math":
+        return f"no kernels for heads of {width} in {setup.dtype}: the scores of all pairs are kept"
+    if setup.attention == "flash" and width % 8:
+        return f"copies heads of {width} to pad them to {-(-width // 8) * 8}, a multiple of 8"
+    return ""
 
 
 def _component_table(told: Explanation) -> Table:

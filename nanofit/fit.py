@@ -172,7 +172,9 @@ class _Fitter:
         self._shape, self._learn, self._run = shape, learn, run
         self._device, self._share, self._say = device, share, say
         self._trial = trial
-        self._setup = Setup(shape, dtype=device.precision, loss=run.loss)
+        self._setup = Setup(
+            shape, dtype=device.precision, loss=run.loss, has_flash=device.has_flash
+        )
         self._name = str(device.torch_device)
 
     def fit(self, given: Savers) -> Fit:

@@ -28,7 +28,10 @@ class Line(NamedTuple):
 
 
 def footprint(setup: Setup, micro_batch_size: int) -> list[Line]:
-    """What is in memory at the peak of a step, without any saver but the chunked loss."""
+    """What is in memory at the peak of a step, without any saver but the chunked loss.
+
+    It knows nothing of the scores of all pairs of tokens, which `setup.attention` "math" keeps.
+    """
     moments = [_in_the_loss, _in_the_last_block, _at_the_end]
     at_peak = [moment(setup, micro_batch_size) for moment in moments]
     return _fixed(setup) + max(at_peak, key=total)
@@ -75,7 +78,7 @@ def _in_the_loss(setup: Setup, B: int) -> list[Line]:
     if not _has_full_logits(setup):
         formula = f"4 B × {N:,} × {C}: the last norm's result"
         lines.append(_workspace(setup, formula, 4 * N * C))
-    elif setup.compiled:
+    elif setup.compiled and not setup.returns_logits:
         formula = f"{E} B × {V:,} × {C}: the embedding's new gradient"
         lines.append(_workspace(setup, formula, E * V * C))
     return lines
@@ -96,12 +99,16 @@ def _activations(setup: Setup, B: int) -> list[Line]:
         f"{blocks} × (8·{C} + {2 * statistics}) B",
         N * L * (8 * C + 2 * statistics),
     )
+    width = C // H
+    padded = H * -(-width // 8) * 8 if setup.attention == "flash" else C
+    copy, and_copy = (E * C, f" + {E}·{C}") if padded > C else (0, "")
     attention = Line(
         # In the products' precision the norm's result, queries, keys, values and what the heads
-        # make of them; of each head a sum per token in float32; dropout's mask, in bytes.
+        # make of them; of each head a sum per token in float32; dropout's mask, in bytes. Of heads
+        # that are padded the result is there a second time, without the padding.
         "activations: attention",
-        f"{blocks} × (5·{E}·{C} + 4·{H}{and_mask}) B",
-        N * L * (5 * E * C + 4 * H + mask),
+        f"{blocks} × ({E}·{C} + 4·{E}·{padded}{and_copy} + 4·{H}{and_mask}) B",
+        N * L * (E * C + 4 * E * padded + copy + 4 * H + mask),
     )
     mlp = Line(
         # The norm's result, its product, four times as wide, and GELU of that; dropout's mask.
@@ -144,8 +151,11 @@ def _full_copies(setup: Setup) -> tuple[int, int]:
     cast = E if E < 4 else 0
     if setup.compiled:  # in the products' precision; if returned, also held, with a zero gradient
         return 3 * E if setup.returns_logits else E, cast
+    held = E if setup.returns_logits else 0
+    if held and E < 4:  # the log-softmax as well; in float32 a copy of it, and its gradient
+        return held + E + 8, cast
     # In float32 the log-softmax, its gradient and the loss's.
-    return 12 + (E if setup.returns_logits else 0), cast
+    return held + 12, cast
 
 
 def _chunk_copies(setup: Setup, rows: int) -> tuple[int, int]:

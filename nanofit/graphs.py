@@ -27,7 +27,6 @@ from nanofit.trace import (
     Origin,
     dtype_name,
     origin_of_call,
-    workspace_bytes,
 )
 
 _SCATTERS = {"_unsafe_masked_index_put_accumulate", "index_put"}
@@ -40,6 +39,7 @@ _OPAQUE = _SCATTERS | {
     "embedding_dense_backward",
 }
 _MANY_READS = 4  # inductor stores a value used twice rather than repeat as many reads
+_GRADIENTS = "tangents_"  # how a backward graph names what comes from above: 1 is for output 1
 
 
 @register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
@@ -115,7 +115,7 @@ class Birth:
     value: Tensor
     op: str
     origin: Origin
-    workspace_bytes: int
+    call: tuple[Any, Any] | None  # the kernel and its results, once all of these are there
     written_over: str | None = None  # a buffer of the same size that nobody else needs any more
     frees: list[str] = field(default_factory=list)
 
@@ -203,14 +203,14 @@ class GraphLife:
 def _birth(node: fx.Node) -> Birth:
     producer = _producer(node)
     last_result = list(producer.users)[-1] if producer is not node else node
-    workspace = workspace_bytes(producer.target, producer.meta["val"]) if node is last_result else 0
+    call = (producer.target, producer.meta["val"]) if node is last_result else None
     line, _, function = node.meta.get("stack_trace", "").partition(" ")
     origin = Origin(line, re.sub(r"\W.*", "", function))
-    return Birth(node.name, node.meta["val"], str(producer.target), origin, workspace)
+    return Birth(node.name, node.meta["val"], str(producer.target), origin, call)
 
 
 def _can_overwrite(node: fx.Node, buffer: fx.Node) -> bool:
-    if buffer is node or _size(buffer) != _size(node):
+    if buffer is node or _size(buffer) != _size(node) or buffer.name.startswith(_GRADIENTS):
         return False
     return not _is_opaque(node) or _producer(node).target._opname in _SCATTERS
 
@@ -276,7 +276,9 @@ class CompiledStandIn:
         saved = {name: f"saved {key}" for name, key in self._forward.buffers.items()}
         aliases = {name: saved[name] for name in placeholders if name in saved}
         self._logits = saved[forward.output_node().args[0][0].name] if returns_logits else None
-        held = {saved[name] for name in inputs} | placeholders - set(saved) | {self._logits}
+        self._zeros = f"{_GRADIENTS}1" if returns_logits else None
+        gradients = placeholders - set(saved) - {self._zeros}
+        held = {saved[name] for name in inputs} | gradients | {self._logits}
         self._backward = GraphLife(backward, aliases, held)
         results = backward.output_node().args[0]
         gradients = zip(results, self._parameters, strict=False)  # none for the tokens
@@ -301,17 +303,18 @@ class CompiledStandIn:
 
     def backward(self, saved: dict[str, Any]) -> list[Tensor]:
         """Live through the backward graph; return the gradients of the parameters."""
-        zeros = self._kept_logits and self._trace.allocate(
-            self._kept_logits.size_bytes,
-            self._kept_logits.shape,
-            self._kept_logits.dtype,
-            "a zero gradient for the returned logits",
-            Origin(function="loss"),
-        )
+        if self._kept_logits:
+            saved[self._zeros] = self._trace.allocate(
+                self._kept_logits.size_bytes,
+                self._kept_logits.shape,
+                self._kept_logits.dtype,
+                "a zero gradient for the returned logits",
+                Origin(function="loss"),
+            )
         buffers = self._live(self._backward, saved, self._gradients)
         gradients = [buffers.pop(key) for key in self._gradients]
-        for buffer in (*buffers.values(), zeros):
-            if buffer is not None and buffer is not self._kept_logits:
+        for buffer in buffers.values():
+            if buffer is not self._kept_logits:
                 self._trace.died(buffer)
         return gradients
 
@@ -333,7 +336,8 @@ class CompiledStandIn:
                     birth.op,
                     birth.origin,
                 )
-            self._trace.workspace(birth.workspace_bytes, birth.op, birth.origin)
+            if birth.call:
+                self._trace.workspace(*birth.call, birth.origin)
             for key in birth.frees:
                 self._trace.died(buffers.pop(key))
         return buffers

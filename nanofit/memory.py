@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, GPTConfig, Recompute
 from nanofit.allocator import Allocator, OutOfMemory
@@ -24,7 +25,7 @@ from nanofit.loader import MicroBatch, random_micro_batches
 from nanofit.loss import chunk_rows, first_chunks
 from nanofit.optim import build_optimizer
 from nanofit.step import evaluate, train_step
-from nanofit.trace import Buffer, Event, MemoryTrace
+from nanofit.trace import Attention, Buffer, Event, MemoryTrace
 
 MOST_SEQUENCES = 4096  # of a micro-batch
 CHUNKS = 3  # of the loss, which all take the same memory: a first, a middle and a last one
@@ -45,6 +46,20 @@ class Setup:
     recompute: Recompute = "off"
     activation_memory_budget: float = 1.0
     optimizer_bits: Literal[8, 32] = 32
+    has_flash: bool = True  # attention; cards older than Ampere have none
+
+    @property
+    def attention(self) -> Attention:
+        """Whose kernels torch takes: with "math" the scores of all pairs of tokens are in memory.
+
+        The efficient ones are for heads whose rows are aligned; flash attention pads them.
+        """
+        if self.dtype != "float32" and self.has_flash:
+            return "flash"
+        if self.dtype == "bfloat16":
+            return "math"
+        aligned = 8 if self.dtype == "float16" else 4 if self.has_flash else 1
+        return "math" if self.shape.n_embd // self.shape.n_head % aligned else "efficient"
 
 
 class Curve(NamedTuple):
@@ -135,10 +150,10 @@ def simulate(setup: Setup, micro_batch_size: int) -> Simulation:
     optimiser state are there as well.
     """
     device = simulated_device(setup)
-    trace = MemoryTrace()
+    trace = MemoryTrace(setup.attention)
     graphs = graphs_of(setup, micro_batch_size) if setup.compiled else None
     anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
-    with FakeTensorMode(), anomaly, AsOnCuda(), first_chunks(CHUNKS), trace:
+    with FakeTensorMode(), anomaly, AsOnCuda(setup), first_chunks(CHUNKS), trace:
         model = model_of(setup)
         if graphs:
             model.forward = CompiledStandIn(
@@ -239,8 +254,10 @@ class _KeepLogits:
     """The loss of a model that returns its logits as well: whoever called it holds them."""
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        self.logits = F.linear(hidden, weight)  # (N, V)
-        return F.cross_entropy(self.logits, targets, ignore_index=-1)
+        logits = F.linear(hidden, weight)  # (N, V)
+        loss = F.cross_entropy(logits, targets, ignore_index=-1)
+        self.logits = logits  # until now there were also those of the last time
+        return loss
 
 
 def simulated_device(setup: Setup) -> Device:
@@ -248,7 +265,7 @@ def simulated_device(setup: Setup) -> Device:
 
 
 def graphs_of(setup: Setup, size: int) -> Graphs:
-    with FakeTensorMode(), AsOnCuda():
+    with FakeTensorMode(), AsOnCuda(setup):
         model = model_of(setup)
         names = [name for name, _ in model.named_parameters()]
         tied = {"lm_head.weight": "transformer.wte.weight"}
@@ -281,16 +298,42 @@ def micro_batches_of(setup: Setup, size: int) -> Iterator[MicroBatch]:
 
 
 class AsOnCuda(torch.overrides.TorchFunctionMode):
-    """On CUDA dropout keeps a mask of bytes, and attention needs no more memory for its own."""
+    """What takes other memory on CUDA than on a CPU: dropout keeps a mask of bytes, attention
+    pads heads and needs nothing for its own dropout, a loss widens half precision late.
+    """
+
+    def __init__(self, setup: Setup):
+        super().__init__()
+        self._attention = setup.attention
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.dropout:  # of what it calls nothing is told here
             return _dropout(*args, **kwargs)
+        if function is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
         if function is F.scaled_dot_product_attention:
-            kwargs = {**kwargs, "dropout_p": 0.0}
+            return _attention(self._attention, *args, **kwargs)
         return function(*args, **kwargs)
 
 
 def _dropout(input: Tensor, p: float, training: bool, inplace: bool = False) -> Tensor:
     return torch.native_dropout(input, p, training)[0] if p and training else input
+
+
+def _attention(kernels: Attention, *heads: Tensor, is_causal: bool, dropout_p: float) -> Tensor:
+    if kernels == "math":
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(*heads, None, dropout_p, is_causal)
+    width = heads[0].size(-1)
+    if kernels == "efficient" or width % 8 == 0:
+        return F.scaled_dot_product_attention(*heads, is_causal=is_causal)
+    # Flash attention takes copies of the others, and what it returns is no longer in one piece.
+    padded = (F.pad(one, (0, -width % 8)) for one in heads)
+    return F.scaled_dot_product_attention(*padded, is_causal=is_causal)[..., :width]
+
+
+def _cross_entropy(input: Tensor, target: Tensor, *, ignore_index: int, **_: Any) -> Tensor:
+    """A CPU's autocast widens what comes in; CUDA's the log-softmax, which is in half as well."""
+    log_probs = torch._log_softmax(input, 1, half_to_float=False)
+    return F.nll_loss(log_probs.float(), target, ignore_index=ignore_index)

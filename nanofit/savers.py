@@ -64,7 +64,7 @@ def step_flops(setup: Setup) -> int:
 
 def _eager_flops(setup: Setup) -> int:
     counter = FlopCounterMode(display=False)
-    with FakeTensorMode(), AsOnCuda():
+    with FakeTensorMode(), AsOnCuda(setup):
         model, batch = model_of(setup), next(micro_batches_of(setup, _SEQUENCES))
         with counter:
             with simulated_device(setup).autocast():

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from nanofit.loss import chunk_bytes
 _PROJECT = Path(__file__).resolve().parent.parent
 _MODEL_CODE = {str(_PROJECT / "model.py"), str(_PROJECT / "nanofit" / "loss.py")}
 _CASTS = ("_to_copy", "convert_element_type.default")
+Attention = Literal["flash", "efficient", "math"]  # by whose kernels
 _WORTH_A_LINE = 2**20  # bytes from which on it matters which line of code made a tensor
 
 
@@ -122,11 +123,13 @@ class Event(NamedTuple):
 class MemoryTrace(_StorageWatch):
     """Everything that was allocated and freed while it was active, in order.
 
-    Needs torch's anomaly mode to tell which line of the model a backward op belongs to.
+    Needs torch's anomaly mode to tell which line of the model a backward op belongs to, and the
+    kernels that stand behind attention on the card.
     """
 
-    def __init__(self):
+    def __init__(self, attention: Attention = "flash"):
         super().__init__()
+        self._attention = attention
         self.events: list[Event] = []
         self.alive: dict[Buffer, None] = {}  # in order of birth
         self.phase, self.component = "build", "weights"
@@ -147,13 +150,14 @@ class MemoryTrace(_StorageWatch):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = super().__torch_dispatch__(func, types, args, kwargs)
-        self.workspace(workspace_bytes(func, results), func.name())
+        self.workspace(func, results)
         return results
 
-    def workspace(self, size_bytes: int, op: str, origin: Origin | None = None) -> None:
+    def workspace(self, op: Any, results: Any, origin: Origin | None = None) -> None:
         """Memory that a kernel takes for itself while it runs: no tensor shows it."""
+        size_bytes = _workspace_bytes(op, results, self._attention)
         if size_bytes:
-            self.died(self.allocate(size_bytes, (size_bytes,), "uint8", op, origin))
+            self.died(self.allocate(size_bytes, (size_bytes,), "uint8", op.name(), origin))
 
     def allocate(
         self,
@@ -197,22 +201,28 @@ class MemoryTrace(_StorageWatch):
         self.token_of(parameter.grad).component = "gradients"
 
 
-def workspace_bytes(op: Any, results: Any) -> int:
+def _workspace_bytes(op: Any, results: Any, attention: Attention) -> int:
     """What a kernel takes besides its results, where it is worth mentioning."""
     if op is torch.ops.nanofit.loss_sum.default:
         return chunk_bytes(*results[1:])
     if str(op).startswith("aten._scaled_dot_product") and "backward" in str(op):
-        return _attention_bytes(results[0])
+        return _attention_bytes(results[0], attention)
     return 0
 
 
-def _attention_bytes(d_queries: Tensor) -> int:
-    """What flash attention's backward pass on CUDA takes for its sums in float32.
+def _attention_bytes(d_queries: Tensor, attention: Attention) -> int:
+    """What attention's backward pass on CUDA takes for its sums in float32.
 
-    Heads are padded to a multiple of 32, rows, which have one more number each, to one of 128.
+    Flash attention pads heads to a multiple of 32 and rows, which have one more number each, to one
+    of 128. The efficient kernels work in blocks of 64 rows; in half precision wide heads have the
+    gradients of keys and values summed up as well.
     """
     batch, heads, rows, width = d_queries.shape
-    return 4 * batch * heads * _padded(rows, 128) * (_padded(width, 32) + 1)
+    if attention == "flash":
+        return 4 * batch * heads * _padded(rows, 128) * (_padded(width, 32) + 1)
+    sums = 3 if width > 128 and d_queries.dtype != torch.float32 else 1
+    block = 64 if width <= 64 else 128
+    return 4 * batch * heads * _padded(rows, 64) * (sums * _padded(width, block) + 1)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

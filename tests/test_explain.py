@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autofit
 from model import GPT, GPTConfig
 from nanofit.config import load_config
-from nanofit.explain import budget_of, count_parameters, dtype_of
+from nanofit.explain import budget_of, count_parameters, dtype_of, has_flash_on
 from nanofit.memory import Setup, need_of
 from nanofit.overhead import CUDA_CONTEXT_BYTES, LIBRARY_BYTES
 from nanofit.terminal import InputError
@@ -128,6 +128,8 @@ def test_person_sees_all_of_it_in_100_columns(shown):
         "activation_memory_budget=0.5",
         "forward 2",
         "by these formulas",
+        "assumed: cuBLAS and the like",
+        "assumed: of any process",
     ):
         assert expected in text, expected
 
@@ -158,6 +160,12 @@ def test_precision_is_what_the_card_can_do():
     assert dtype_of("RTX 2080 Ti", run) == "float16"
     *_, run = load_config(["--dtype=float32"])
     assert dtype_of("RTX 2080 Ti", run) == "float32"
+
+
+def test_attention_is_forecast_for_the_card_it_runs_on():
+    assert has_flash_on("RTX 4070")
+    assert not has_flash_on("RTX 2080 Ti")
+    assert not has_flash_on("T4")
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,13 @@ def test_a_small_shape_is_within_3_percent_with_bias_and_dropout(bias, dropout, 
 
 
 @STAGES
+def test_heads_that_attention_pads_are_within_1_percent(compiled):
+    setup = Setup(GPTConfig(**{**SMALL, "n_embd": 100}), compiled=compiled)
+    simulated = simulate(setup, 16).peak_bytes
+    assert total(footprint(setup, 16)) == pytest.approx(simulated, rel=0.01)
+
+
+@STAGES
 @DROPOUTS
 def test_activations_of_each_kind_are_those_its_code_made(compiled, dropout):
     shape = GPTConfig(

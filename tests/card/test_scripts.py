@@ -24,7 +24,7 @@ def test_autofit_measures_the_overhead_that_explain_then_tells(card, flags):
 
     told = on.run("autofit.py", *flags, "--explain")
     assert told.code == 0, told
-    assert "of any process, measured here" in told.output
+    assert "measured here: of any process" in told.output
     answer = json.loads(on.run("autofit.py", *flags, "--explain", "--json").output)
     assert answer["budget"]["context_bytes"] == CONTEXT_MIB * MIB
     assert answer["budget"]["other_programs_bytes"] == 600 * MIB
@@ -33,8 +33,8 @@ def test_autofit_measures_the_overhead_that_explain_then_tells(card, flags):
 def test_explain_before_any_run_says_what_it_assumes(card, flags):
     told = card().run("autofit.py", *flags, "--explain")
     assert told.code == 0, told
-    assert "of any process, assumed" in told.output
-    assert "cuBLAS and the like, assumed" in told.output
+    assert "assumed: of any process" in told.output
+    assert "assumed: cuBLAS and the like" in told.output
 
 
 def test_plan_measures_the_card(card, flags):
