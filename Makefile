@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test test-card run-test-card lint bench-train-step bench-generate bench-memory bench-roofline bench-autofit bench-prepare bench-prepare-large clean
+.PHONY: help demo test test-card run-test-card lint bench-train-step bench-generate bench-memory bench-roofline bench-cards bench-autofit bench-prepare bench-prepare-large clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -48,6 +48,9 @@ bench-memory: .venv/installed  ## what fits a 12 GB card, simulated: nanoGPT's w
 
 bench-roofline: .venv/installed  ## speed on many cards by FLOPs and bytes, against published runs
 	$(BIN)/python bench/roofline.py
+
+bench-cards: .venv-cuda/installed  ## what fits on which card, on torch's CUDA allocator without a GPU
+	$(BIN)/python bench/cards.py
 
 bench-autofit: .venv/installed-bench  ## finding a micro-batch, ours against accelerate's and others' ways
 	$(BIN)/python bench/autofit.py
