@@ -13,6 +13,7 @@ kept. Every setting of train.py can be given as well: --block_size=512.
 import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,8 @@ def _fit(asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: R
             f"there is no limit to fit on {device.name}: give --memory_limit=8GB, or see what a "
             'card would bear with --explain --gpu "RTX 4070"'
         )
+    if device.note:
+        print(f"note    {device.note}", file=sys.stderr)
     share_compile_cache()
     fit = find_fit(shape, learn, replace(run, autofit=True, eval_only=False), device, Ranks())
     if asked.json:

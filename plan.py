@@ -40,7 +40,7 @@ from nanofit.explain import budget_of, dtype_of
 from nanofit.footprint import footprint, total
 from nanofit.forecast import COMPILE_GAIN, Forecast, efficiency_of, predicted_tokens_per_s
 from nanofit.loader import open_bins, random_micro_batches
-from nanofit.memory import LIBRARY_BYTES, Setup
+from nanofit.memory import Setup
 from nanofit.optim import build_optimizer
 from nanofit.parquet import find_shards, mean_token_count, open_shards
 from nanofit.scaling import (
@@ -185,7 +185,7 @@ class Plan:
         found = list(self.forecast.warnings())
         card, dtype = self.speed.card, self.run.dtype
         if card and dtype == "bfloat16" and not card.has_bfloat16:
-            found.append(f"{card.name} has no bfloat16: use --dtype=float16")
+            found.append(f"{card.name} has no bfloat16: float16 will be used instead")
         if card and dtype == "float32":
             found.append("the speed is that of half precision; float32 takes twice as long or more")
         return found
@@ -492,7 +492,7 @@ def _memory_row(plan: Plan) -> str | None:
     for setup in (eager, replace(eager, compiled=True))[: 1 + plan.run.compile]:
         stage = "compiled" if setup.compiled else "eager"
         needs = {size: total(footprint(setup, size)) for size in sizes}
-        room_bytes = budget.limit_bytes - LIBRARY_BYTES
+        room_bytes = budget.limit_bytes - budget.overhead.library_bytes
         largest = max((size for size, need in needs.items() if need <= room_bytes), default=None)
         if largest is None:
             return f"not one sequence fits {stage} without savers; autofit.py --explain tells more"

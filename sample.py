@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> None:
     args = _parse(argv)
     sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
     device = describe_device(args.device, args.dtype)
+    if device.note:
+        print(device.note, file=sys.stderr)
     model = GPT.from_checkpoint(_find_checkpoint(args)).to(device.torch_device)
     prompt = _read_prompt(args.start)
     tokens = gpt2().encode(prompt, allowed_special="all") or [END_OF_TEXT]

@@ -114,6 +114,8 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
         fit=fit,
         forecast=forecast,
     )
+    if device.note:
+        ranks.say(f"note    {device.note}")
     ranks.say(_summary(launch, learn))
     for line in (*fit.lines(share), *forecast.outlook()):
         ranks.say(line)

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import warnings
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,7 @@ class Device:
     dtype: torch.dtype
     memory_bytes: int | None
     peak_flops: float | None
+    note: str = ""  # what is not as it was asked for
 
     @property
     def type(self) -> str:
@@ -224,6 +226,10 @@ class DeviceMemory:
         """What lies in the host's memory instead, where a driver does that without a word."""
         return 0
 
+    def on_card_bytes(self) -> int | None:
+        """What all programs use, asked without using any; None if nobody tells."""
+        return None
+
     def free_bytes(self) -> int | None:
         """What this process could still use, with other programs as they are now."""
         return None
@@ -243,6 +249,10 @@ class _CudaMemory(DeviceMemory):
         total = torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(limit_bytes / total, 1.0), self._device)
 
+    def used_bytes(self) -> int:
+        self.release()
+        return torch.cuda.memory_reserved(self._device)
+
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_reserved(self._device)
 
@@ -259,11 +269,16 @@ class _CudaMemory(DeviceMemory):
         return self.peak_allocated_bytes() - torch.cuda.memory_allocated(self._device)
 
     def spilled_bytes(self) -> int:
-        try:
-            on_card = torch.cuda.device_memory_used(self._device)  # of all processes
-        except Exception:  # nvidia-ml-py is not installed, or the driver has no such figure
+        on_card_bytes = self.on_card_bytes()
+        if on_card_bytes is None:
             return 0
-        return max(torch.cuda.memory_reserved(self._device) - on_card, 0)
+        return max(torch.cuda.memory_reserved(self._device) - on_card_bytes, 0)
+
+    def on_card_bytes(self) -> int | None:
+        try:
+            return torch.cuda.device_memory_used(self._device)
+        except Exception:  # nvidia-ml-py is not installed, or the driver has no such figure
+            return None
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -440,12 +455,32 @@ def _set_up_cuda(index: int, dtype: str) -> Device:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which it would override
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
-    card = torch.cuda.get_device_properties(index)
-    best = torch.bfloat16 if card.major >= 8 else torch.float16  # Ampere brought bfloat16
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own page of text about a card it has no code for
+        card = torch.cuda.get_device_properties(index)
+    _check_supported(card.name, (card.major, card.minor))
+    has_bfloat16 = card.major >= 8  # Ampere brought it
+    chosen, note = _dtype(dtype, torch.bfloat16 if has_bfloat16 else torch.float16), ""
+    if chosen == torch.bfloat16 and not has_bfloat16:
+        chosen, note = torch.float16, f"{card.name} has no bfloat16: float16 is used instead"
     return Device(
         torch.device("cuda", index),
         card.name,
-        _dtype(dtype, best),
+        chosen,
         card.total_memory,
         peak_flops(card.name),
+        note,
+    )
+
+
+def _check_supported(card: str, capability: tuple[int, int]) -> None:
+    """A kernel runs on cards of its own major version and no lower minor one."""
+    built = re.findall(r"sm_(\d+)(\d)", " ".join(torch.cuda.get_arch_list()))
+    major, minor = capability
+    if any(major == int(has_major) and minor >= int(has_minor) for has_major, has_minor in built):
+        return
+    versions = ", ".join(".".join(version) for version in built)
+    raise InputError(
+        f"{card} has CUDA capability {major}.{minor}, but torch {torch.__version__} was built for "
+        f"{versions}; install a torch built for another version of CUDA, or use --device=cpu"
     )

@@ -19,8 +19,6 @@ from nanofit.device import describe_device, find_card
 from nanofit.fit import usable_bytes
 from nanofit.footprint import Line, footprint, total
 from nanofit.memory import (
-    CUDA_CONTEXT_BYTES,
-    LIBRARY_BYTES,
     Need,
     Setup,
     Simulation,
@@ -29,6 +27,7 @@ from nanofit.memory import (
     simulate,
 )
 from nanofit.optim import build_optimizer
+from nanofit.overhead import ASSUMED, Overhead, overhead_of
 from nanofit.picture import draw
 from nanofit.savers import extra_time, savers_of, without_savers
 from nanofit.terminal import parse_size
@@ -45,10 +44,11 @@ class Budget:
     total_bytes: int
     others_bytes: int | None  # what other programs use; None if that is not known
     run: RunConfig
+    overhead: Overhead = ASSUMED
 
     @property
     def free_bytes(self) -> int:
-        return self.total_bytes - CUDA_CONTEXT_BYTES - (self.others_bytes or 0)
+        return self.total_bytes - self.overhead.context_bytes - (self.others_bytes or 0)
 
     @property
     def reserve_bytes(self) -> int:
@@ -66,23 +66,25 @@ def budget_of(gpu: str | None, vram_bytes: int | None, run: RunConfig) -> Budget
     """The budget of a card by name, by size, or of this machine; None if there is no card."""
     if gpu is not None:
         card = find_card(gpu)
-        return Budget(card.name, vram_bytes or card.memory_mib * 2**20, None, run)
+        total_bytes = vram_bytes or card.memory_mib * 2**20
+        return Budget(card.name, total_bytes, None, run, overhead_of(card.name))
     if vram_bytes is not None:
         return Budget("a card of this size", vram_bytes, None, run)
     if not torch.cuda.is_available() or run.device in ("cpu", "mps"):
         return None
     device = describe_device("cuda" if run.device == "auto" else run.device)
-    used = device.memory_bytes - device.memory().free_bytes()
-    return Budget(device.name, device.memory_bytes, max(used - CUDA_CONTEXT_BYTES, 0), run)
+    overhead = overhead_of(device.name)
+    used_bytes = device.memory_bytes - device.memory().free_bytes()  # its context included
+    others_bytes = max(used_bytes - overhead.context_bytes, 0)
+    return Budget(device.name, device.memory_bytes, others_bytes, run, overhead)
 
 
 def dtype_of(gpu: str | None, run: RunConfig) -> str:
-    """The precision of a run: by itself it takes bfloat16 where a card has it, else float16."""
-    if run.dtype != "auto":
-        return run.dtype
+    """The precision a run would have: where a card has no bfloat16, float16 instead."""
     if gpu is None and torch.cuda.is_available():
-        return describe_device("cuda").precision
-    return "bfloat16" if gpu is None or find_card(gpu).has_bfloat16 else "float16"
+        return describe_device("cuda", run.dtype).precision
+    best = "bfloat16" if gpu is None or find_card(gpu).has_bfloat16 else "float16"
+    return best if run.dtype in ("auto", "bfloat16") else run.dtype
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,10 @@ class Explanation:
             f"{self.micro_batch_size} × {shape.block_size}, {self.setup.dtype}, {self.stage}"
         )
 
+    @property
+    def overhead(self) -> Overhead:
+        return self.budget.overhead if self.budget else ASSUMED
+
     @cached_property
     def tensor_lines(self) -> list[Line]:
         """What the step's tensors are: by arithmetic, or with savers by simulation."""
@@ -166,12 +172,14 @@ class Explanation:
         if self.setup.optimizer_bits == 8:
             saved = saved_by_8_bits(self.setup.shape)
             lines.append(Line("8-bit moments", "instead of 32-bit ones", -saved))
-        return [*lines, Line("library workspace", "cuBLAS and the like", LIBRARY_BYTES)]
+        told = f"cuBLAS and the like, {self.overhead.source}"
+        return [*lines, Line("library workspace", told, self.overhead.library_bytes)]
 
     @property
     def lines(self) -> list[Line]:
         """The whole process, by component."""
-        return [*self.own_lines, Line("CUDA context", "of any process", CUDA_CONTEXT_BYTES)]
+        told = f"of any process, {self.overhead.source}"
+        return [*self.own_lines, Line("CUDA context", told, self.overhead.context_bytes)]
 
     @property
     def left_bytes(self) -> int | None:
@@ -180,7 +188,9 @@ class Explanation:
 
     def largest(self, choice: Choice) -> int | None:
         """The largest micro-batch under the limit; None without a card."""
-        return self.budget and choice.need.largest(self.budget.limit_bytes - LIBRARY_BYTES)
+        if self.budget is None:
+            return None
+        return choice.need.largest(self.budget.limit_bytes - self.overhead.library_bytes)
 
     def as_json(self) -> dict[str, Any]:
         peak, budget = self.simulation.peak_bytes, self.budget
@@ -196,7 +206,7 @@ class Explanation:
             and {
                 "card": budget.card,
                 "total_bytes": budget.total_bytes,
-                "context_bytes": CUDA_CONTEXT_BYTES,
+                "context_bytes": self.overhead.context_bytes,
                 "other_programs_bytes": budget.others_bytes,
                 "reserve_bytes": budget.reserve_bytes,
                 "limit_bytes": budget.limit_bytes,
@@ -345,7 +355,7 @@ def _card_rows(told: Explanation) -> Iterator[tuple[str, str]]:
         yield "none", "add a card with --gpu 'RTX 4070' or --vram 12GB to see what is left on it"
         return
     yield "total", f"{_mib(budget.total_bytes):>10} MiB  {budget.card}"
-    yield "CUDA context", f"{_mib(-CUDA_CONTEXT_BYTES):>10}"
+    yield "CUDA context", f"{_mib(-told.overhead.context_bytes):>10}      {told.overhead.source}"
     if budget.others_bytes is None:
         yield "other programs", f"{'?':>10}      not known: a desktop may take 2,000 MiB and more"
     else:

@@ -13,7 +13,8 @@ from nanofit.cache import keep, recall
 from nanofit.config import RunConfig, TrainConfig
 from nanofit.device import CARDS, Card, Device
 from nanofit.dist import Ranks
-from nanofit.memory import CUDA_CONTEXT_BYTES, LIBRARY_BYTES, Curve, Setup, need_of
+from nanofit.memory import Curve, Setup, need_of
+from nanofit.overhead import CUDA_CONTEXT_BYTES, remember_overhead
 from nanofit.search import find_largest, sizes_for
 from nanofit.stages import MOST_RETRIES, StagePlan
 from nanofit.terminal import InputError, parse_size
@@ -21,7 +22,7 @@ from nanofit.trial import TrialResult, run_trial
 
 MIB = 2**20
 LEAST_RESERVE_BYTES, RESERVE_SHARE = 128 * MIB, 0.05
-FREE_CLASS_BYTES = 256 * MIB  # free memory that differs by less does not change a fit
+FREE_CLASS = 0.01  # of a card: free memory that differs by less does not change a fit
 MOST_LOGITS = 2**31  # more in one tensor is an illegal access rather than an out-of-memory
 GOOD_AS_FASTEST = 0.98  # of the best measured speed
 CLIFF = 0.5  # of the speed of a smaller micro-batch: memory has spilled to the host
@@ -193,10 +194,15 @@ class _Fitter:
             limits.append(parse_size(self._run.memory_limit))
         if not limits:
             raise InputError(f"{self._name} has no free memory; end what uses it, or wait")
-        base_bytes = look.used_bytes + (LIBRARY_BYTES if self._device.type == "cuda" else 0)
+        if look.context_bytes:
+            library_bytes = (
+                look.used_bytes + look.library_bytes
+            )  # within torch's memory and outside
+            remember_overhead(self._device.name, look.context_bytes, library_bytes)
         # What is free changes all the time: a fit is for a class of it, so it can be remembered.
-        step = FREE_CLASS_BYTES if self._run.memory_limit is None else 1
-        return min(limits) // step * step, base_bytes
+        is_given = self._run.memory_limit is not None
+        step = 1 if is_given else int(FREE_CLASS * self._device.memory_bytes)
+        return min(limits) // step * step, look.used_bytes
 
     def _key(self, given: Savers, limit_bytes: int) -> tuple:
         run = self._run

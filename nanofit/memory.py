@@ -26,8 +26,6 @@ from nanofit.optim import build_optimizer
 from nanofit.step import evaluate, train_step
 from nanofit.trace import Buffer, Event, MemoryTrace
 
-CUDA_CONTEXT_BYTES = 420 * 2**20  # of a process on an RTX 4070, beside what torch reserves
-LIBRARY_BYTES = 128 * 2**20  # cuBLAS' workspace and the like, by which simulations were too low
 MOST_SEQUENCES = 4096  # of a micro-batch
 CHUNKS = 3  # of the loss, which all take the same memory: a first, a middle and a last one
 

@@ -32,6 +32,7 @@ from nanofit.undo import UpdateUndo
 WARM_UP = GPTConfig(n_layer=1, n_head=1, n_embd=128, block_size=256, vocab_size=4096)
 TIMEOUT_S = 900.0  # to compile a large model takes minutes
 _PROJECT = Path(__file__).resolve().parent.parent
+_ANSWER = "trial: "
 _OF_THE_RUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -44,6 +45,8 @@ class TrialResult:
     is_too_large: bool = False  # rather than broken, which a smaller size would be as well
     free_bytes: int | None = None  # before it began
     used_bytes: int = 0  # without any tensor
+    library_bytes: int = 0  # outside torch, from the first step on
+    context_bytes: int | None = None  # of a process that does nothing yet
     retries: int = 0  # of allocations
     spilled_bytes: int = 0  # into the host's memory
     tokens_per_s: float = 0.0
@@ -78,9 +81,10 @@ def run_trial(
         return TrialResult(is_too_large=True, reason=f"no answer within {timeout_s:.0f} s")
     if done.returncode == -signal.SIGINT:  # Ctrl-C reaches the child as well
         raise KeyboardInterrupt
-    lines = done.stdout.splitlines()
-    if done.returncode == 0 and lines:
-        return TrialResult(**json.loads(lines[-1]))
+    # Whoever has answered has done its work: torch may still abort when a process ends, where a
+    # thread of autograd's waits for an interpreter that is already going.
+    if (answer := done.stdout.rpartition(_ANSWER)[2]) != done.stdout:
+        return TrialResult(**json.loads(answer))
     if done.returncode < 0:
         return TrialResult(is_too_large=True, reason=f"killed by signal {-done.returncode}")
     said = [line for line in done.stderr.splitlines() if line.strip()]
@@ -100,9 +104,9 @@ def _environment() -> dict[str, str]:
 def _child(order: dict[str, Any]) -> TrialResult:
     setup = Setup(**{**order["setup"], "shape": GPTConfig(**order["setup"]["shape"])})
     device = describe_device(order["device"], setup.dtype)
-    device.enter_thread()
     if not order["micro_batch_size"]:
         return _look_around(setup, device)
+    device.enter_thread()
     memory = device.memory()
     before = TrialResult(free_bytes=memory.free_bytes(), used_bytes=memory.used_bytes())
     if order["limit_bytes"]:
@@ -125,10 +129,20 @@ def _child(order: dict[str, Any]) -> TrialResult:
 
 def _look_around(setup: Setup, device: Device) -> TrialResult:
     """What is free, and what this process uses as soon as it computes anything."""
-    device.memory().return_freed()
+    memory = device.memory()
+    memory.return_freed()
+    others_bytes = memory.on_card_bytes()
+    device.enter_thread()
+    free_bytes = memory.free_bytes()
     _train(replace(setup, shape=WARM_UP, compiled=False), 1, device)
     memory = device.memory()
-    return TrialResult(free_bytes=memory.free_bytes(), used_bytes=memory.used_bytes())
+    look = TrialResult(free_bytes=memory.free_bytes(), used_bytes=memory.used_bytes())
+    if free_bytes is not None:
+        look = replace(look, library_bytes=max(free_bytes - look.free_bytes, 0))
+    if others_bytes is not None:
+        own_bytes = memory.on_card_bytes() - others_bytes - look.used_bytes - look.library_bytes
+        look = replace(look, context_bytes=max(own_bytes, 0))
+    return look
 
 
 def _train(setup: Setup, size: int, device: Device) -> float:
@@ -168,4 +182,4 @@ def _train(setup: Setup, size: int, device: Device) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_child(json.loads(sys.argv[1])))))
+    print(_ANSWER + json.dumps(asdict(_child(json.loads(sys.argv[1])))), flush=True)

@@ -11,7 +11,8 @@ import autofit
 from model import GPT, GPTConfig
 from nanofit.config import load_config
 from nanofit.explain import budget_of, count_parameters, dtype_of
-from nanofit.memory import CUDA_CONTEXT_BYTES, LIBRARY_BYTES, Setup, need_of
+from nanofit.memory import Setup, need_of
+from nanofit.overhead import CUDA_CONTEXT_BYTES, LIBRARY_BYTES
 from nanofit.terminal import InputError
 
 SMALL_30M = str(PROJECT / "config" / "train_small_30m.py")

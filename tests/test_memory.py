@@ -25,8 +25,9 @@ from nanofit.config import TrainConfig
 from nanofit.device import Device
 from nanofit.dist import Ranks
 from nanofit.loader import MicroBatch
-from nanofit.memory import CUDA_CONTEXT_BYTES, Curve, Need, Setup, need_of
+from nanofit.memory import Curve, Need, Setup, need_of
 from nanofit.optim import build_optimizer
+from nanofit.overhead import CUDA_CONTEXT_BYTES
 from nanofit.step import train_step
 
 GIB, MIB = 2**30, 2**20

@@ -16,7 +16,8 @@ import plan
 from model import GPT
 from nanofit.config import load_config
 from nanofit.explain import budget_of
-from nanofit.memory import LIBRARY_BYTES, Setup, need_of
+from nanofit.memory import Setup, need_of
+from nanofit.overhead import LIBRARY_BYTES
 from nanofit.search import sizes_for
 from nanofit.terminal import InputError
 
@@ -184,7 +185,9 @@ def test_sections_are_the_promised_ones_and_fit_a_log_file(printed):
 
 def test_a_card_without_bfloat16_is_told(planned):
     told = planned(GPT2, "--gpu=2080 Ti", "--dtype=bfloat16")
-    assert any("no bfloat16: use --dtype=float16" in warning for warning in told["warnings"])
+    assert any(
+        "no bfloat16: float16 will be used instead" in warning for warning in told["warnings"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ class _Builder:
         pattern = re.compile(r"(__)?cu(da|blas)?[A-Z]|nccl[A-Z]")
         lines = [
             '#include "card.h"',
-            "#define STUB(name) \\",
-            '  int name(void) { static int told; if (!told++) card_unknown("stub", #name); return 0; }',
+            "#define STUB(name) int name(void) { \\",
+            '  static int told; if (!told++) card_unknown("stub", #name); return 0; }',
             *(f"STUB({name})" for name in sorted(names - written) if pattern.match(name)),
         ]
         source = self._folder / f"{kind}_stubs.c"

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,10 +205,8 @@ class Started:
 
 def kill_session(process: subprocess.Popen) -> None:
     """End a process and all that it started, whatever state they are in."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     for pipe in (process.stdout, process.stderr):
         pipe.close()

@@ -1,0 +1,42 @@
+"""What a process takes of a card besides its tensors: assumed, until a run on such a card tells."""
+
+from typing import NamedTuple
+
+from nanofit.cache import keep, recall
+
+# Assumptions about hardware: read off one RTX 4070, and what simulations of published runs lacked.
+CUDA_CONTEXT_BYTES = 420 * 2**20
+LIBRARY_BYTES = 128 * 2**20
+
+_MOST_BYTES = 2**31  # more is another program that came while it was measured
+
+
+class Overhead(NamedTuple):
+    """Of one process: its context, and what libraries such as cuBLAS take."""
+
+    context_bytes: int = CUDA_CONTEXT_BYTES
+    library_bytes: int = LIBRARY_BYTES
+    is_measured: bool = False
+
+    @property
+    def source(self) -> str:
+        return "measured here" if self.is_measured else "assumed"
+
+
+ASSUMED = Overhead()
+
+
+def overhead_of(card: str | None) -> Overhead:
+    """What a process takes on a card, by the name its driver reports."""
+    kept = card and recall("overhead", _key(card))
+    return Overhead(*kept, is_measured=True) if kept else ASSUMED
+
+
+def remember_overhead(card: str, context_bytes: int, library_bytes: int) -> None:
+    """Keep what was measured on a card for the next explanation, if it can be true."""
+    if max(context_bytes, library_bytes) < _MOST_BYTES:
+        keep("overhead", _key(card), (context_bytes, library_bytes))
+
+
+def _key(card: str) -> str:
+    return card.removeprefix("NVIDIA ")
