@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test lint bench-train-step bench-generate bench-memory bench-autofit bench-prepare bench-prepare-large clean
+.PHONY: help demo test lint bench-train-step bench-generate bench-memory bench-kernels bench-autofit bench-prepare bench-prepare-large clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -32,6 +32,9 @@ bench-generate: .venv/installed  ## sampling with and without the key-value cach
 
 bench-memory: .venv/installed  ## what fits a 12 GB card, simulated: nanoGPT's way, ours, each saver
 	$(BIN)/python bench/memory.py
+
+bench-kernels: .venv/installed  ## launches and bytes of a step on a card without a GPU; NANOGPT=.../model.py compares
+	$(BIN)/python bench/kernels.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 bench-autofit: .venv/installed-bench  ## finding a micro-batch, ours against accelerate's and others' ways
 	$(BIN)/python bench/autofit.py

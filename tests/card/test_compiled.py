@@ -96,6 +96,51 @@ def assert_compiled_once(seen: dict) -> None:
     assert seen["launched"] > 10
 
 
+LOSS = """
+import json, os, sys
+
+sys.path.insert(0, sys.argv[1])
+import torch
+from nanofit.loss import chunk_bytes, chunk_rows
+
+WIDTH, VOCABULARY = 576, 50304
+dtype = getattr(torch, sys.argv[2])
+weight = torch.zeros(VOCABULARY, WIDTH, device="cuda")
+
+def trace():
+    with open(os.environ["CARD_TRACE"]) as file:
+        return file.readlines()
+
+def loss_of(chunks):
+    rows = chunks * chunk_rows(WIDTH, fused=True)
+    hidden = torch.zeros(rows, WIDTH, dtype=dtype, device="cuda")
+    targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    before, launched = torch.cuda.memory_allocated(), len(trace())
+    torch.cuda.reset_peak_memory_stats()
+    results = torch.ops.nanofit.loss_sum(hidden, weight, targets, dtype, True)
+    taken = torch.cuda.max_memory_allocated() - before
+    of_results = sum(one.numel() * one.element_size() for one in results)
+    return taken - of_results - chunk_bytes(*results[1:]), trace()[launched:]
+
+loss_of(2)  # compiles
+(unforeseen, fewer), (_, more) = loss_of(2), loss_of(3)
+print(json.dumps({"unforeseen": unforeseen, "launches": [len(fewer), len(more)], "products": [
+    sum("cublas" in kernel for kernel in launched) for launched in (fewer, more)]}))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_chunk_of_the_loss_is_four_kernels_in_the_memory_foreseen(card, tmp_path, dtype):
+    run = card().run("-c", LOSS, PROJECT, dtype, CARD_SCRIPT="-c", trace=tmp_path / "trace")
+    assert run.code == 0, str(run)
+    seen = json.loads(run.output.splitlines()[-1])
+    fewer, more = seen["products"]
+    assert more - fewer == 3
+    fewer, more = seen["launches"]
+    assert more - fewer == 4
+    assert 0 <= seen["unforeseen"] < 2**20  # the losses themselves
+
+
 def test_run_that_cannot_compile_goes_on_in_eager_and_says_so(train, tmp_path):
     caches = {f"{name}_CACHE_DIR": str(tmp_path / name) for name in ("TRITON", "TORCHINDUCTOR")}
     run = train("--autofit=False", CC="/bin/false", **caches)  # Triton needs a C compiler
