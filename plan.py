@@ -38,11 +38,20 @@ from nanofit.device import (
 from nanofit.dist import Ranks
 from nanofit.explain import budget_of, dtype_of
 from nanofit.footprint import footprint, total
-from nanofit.forecast import COMPILE_GAIN, Forecast, efficiency_of, predicted_tokens_per_s
+from nanofit.forecast import (
+    COMPILE_GAIN,
+    PUBLISHED_RUNS,
+    Forecast,
+    expected_share,
+    predicted_tokens_per_s,
+    reached_share,
+    step_of,
+)
 from nanofit.loader import open_bins, random_micro_batches
 from nanofit.memory import Setup
 from nanofit.optim import build_optimizer
 from nanofit.parquet import find_shards, mean_token_count, open_shards
+from nanofit.roofline import seconds_by_part
 from nanofit.scaling import (
     FADING_EPOCHS,
     FEWEST_TOKENS,
@@ -71,7 +80,9 @@ def main(argv: Sequence[str]) -> None:
     with torch.device("meta"):
         model = GPT(shape)
     data = _find_data(asked, shape, run)
-    speed = _speed_of_card(asked.gpu, model, run) if asked.gpu else _measure(shape, learn, run)
+    speed = (
+        _speed_of_card(asked.gpu, shape, learn, run) if asked.gpu else _measure(shape, learn, run)
+    )
     plan = Plan(
         words=tuple(rest),
         model=model,
@@ -290,18 +301,29 @@ def _count_shards(given: str) -> Data:
     return Data(round(tokens * (1 - VAL_FRACTION)), tokens, source)
 
 
-def _speed_of_card(name: str, model: GPT, run: RunConfig) -> Speed:
+def _speed_of_card(name: str, shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Speed:
     card = find_card(name)
-    efficiency, measured_on = efficiency_of(card)
+    step = step_of(
+        shape,
+        run.loss,
+        micro_batch_size=learn.batch_size,
+        sequences_per_step=learn.sequences_per_step,
+    )
+    parts = seconds_by_part(step, peak_flops=card.peak_flops, bytes_per_s=card.bytes_per_s)
+    shares = ", ".join(
+        f"{part} {seconds / sum(parts.values()):.0%}" for part, seconds in parts.items()
+    )
+    reached = " and ".join(f"{reached_share(one):.0%} on a {one.card}" for one in PUBLISHED_RUNS)
     source = (
         f"{card.name}: {card.tensor_cores} tensor cores × {card.boost_mhz} MHz × {card.core_flops} "
-        f"= {card.peak_flops / 1e12:.1f} TFLOPS (dense, fp32 accumulation), of which GPT-2 124M "
-        f"reached {efficiency:.0%} on a {measured_on}"
+        f"= {card.peak_flops / 1e12:.1f} TFLOPS (dense, fp32 accumulation) and "
+        f"{card.bandwidth_gb_s} GB/s. By its FLOPs and bytes a step takes "
+        f"{sum(parts.values()):.3g} s ({shares}). Of such a speed GPT-2 124M reached {reached}; "
+        f"{expected_share(card):.0%} is expected here"
     )
     if not run.compile:
         source += f"; without torch.compile {COMPILE_GAIN} × slower (published: 1.5 to 1.85)"
-    tokens_per_s = predicted_tokens_per_s(card, model.flops_per_token(), compiled=run.compile)
-    return Speed(tokens_per_s, card, source)
+    return Speed(predicted_tokens_per_s(card, step, compiled=run.compile), card, source)
 
 
 def _measure(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Speed:

@@ -32,7 +32,7 @@ from nanofit.config import (
 from nanofit.device import Device, describe_device, known_card
 from nanofit.dist import Ranks, start_ranks
 from nanofit.fit import Fit, find_fit
-from nanofit.forecast import Forecast, predicted_tokens_per_s
+from nanofit.forecast import Forecast, predicted_tokens_per_s, step_of
 from nanofit.loader import MicroBatch, TrainSequences, ValSequences, mix, open_bins
 from nanofit.metrics import Log, WandbSink
 from nanofit.optim import build_optimizer, decay_start, end_in, lr_at, undecayed_share
@@ -101,7 +101,7 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
     fit = find_fit(model.config, learn, run, device, ranks)
     learner, progress = _begin(model, learn, run, saved, fit, device, ranks)
     del saved  # as large as the model and its optimiser
-    forecast = _forecast(model, learn, run, device, ranks, train_data)
+    forecast = _forecast(model, learn, run, device, ranks, train_data, fit)
     launch = Launch(
         shape=shape,
         run=run,
@@ -377,13 +377,18 @@ def _forecast(
     device: Device,
     ranks: Ranks,
     train_data: TrainSequences,
+    fit: Fit,
 ) -> Forecast:
     """What the run will cost and give, as far as that is known before it starts."""
     tokens_per_step = learn.sequences_per_step * model.config.block_size
     card = known_card(device.name) if device.dtype != torch.float32 else None
-    tokens_per_s = card and ranks.world * predicted_tokens_per_s(
-        card, model.flops_per_token(), compiled=run.compile
+    step = step_of(
+        model.config,
+        run.loss,
+        micro_batch_size=(fit.compiled or fit.eager).size,
+        sequences_per_step=learn.sequences_per_step // ranks.world,
     )
+    tokens_per_s = card and ranks.world * predicted_tokens_per_s(card, step, compiled=run.compile)
     steps = learn.max_iters
     if steps == ENDLESS:
         steps = int(learn.hours * 3600 * (tokens_per_s or 0) / tokens_per_step)

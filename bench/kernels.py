@@ -282,13 +282,13 @@ class _Operations(TorchDispatchMode):
 
 
 WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
-WITHOUT_KERNEL |= {"_unsafe_view", "_reshape_alias", "_has_compatible_shallow_copy_type", "set_"}
+WITHOUT_KERNEL |= {"_unsafe_view", "_reshape_alias", "detach", "lift_fresh", "alias", "set_"}
 LOOK_UPS = {"embedding", "gather", "nll_loss_forward", "nll_loss2d_forward"}
 
 
 def _bytes_moved(func, args, kwargs, results) -> int:
     name = func._schema.name.removeprefix("aten::")
-    if func.is_view or name in WITHOUT_KERNEL or name in ("detach", "lift_fresh", "alias"):
+    if name in WITHOUT_KERNEL or (func.is_view and _is_same_storage(args[0], results)):
         return 0
     read, written = [], []
     for argument, value in _with_schema(func, args, kwargs):
@@ -306,6 +306,12 @@ def _bytes_moved(func, args, kwargs, results) -> int:
     if name in LOOK_UPS:
         read = read[1:] + written
     return sum(map(_size, {_address(one): one for one in read}.values())) + sum(map(_size, written))
+
+
+def _is_same_storage(tensor: Tensor, results: Tensor | Sequence[Tensor]) -> bool:
+    """Whether a view is one: a cast or a reshape may be a copy."""
+    first = next(iter(tree_leaves(results)))
+    return first.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def _with_schema(func, args, kwargs):

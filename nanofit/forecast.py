@@ -4,8 +4,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
+from model import GPTConfig
 from nanofit.device import Card, known_card
+from nanofit.loss import chunk_rows
+from nanofit.roofline import Step, tokens_per_s
 from nanofit.scaling import (
     FADING_EPOCHS,
     LIKE_NEW_EPOCHS,
@@ -18,12 +22,31 @@ from nanofit.terminal import compact, duration
 
 WEEK_S = 7 * 86400
 
-# Share of the dense peak that published runs of GPT-2 124M reached, compiled, in half precision,
-# by 6N + 12LCT per token. nanochat's d12 on an RTX 4070 reached 85 %.
-PUBLISHED_EFFICIENCY = {
-    "GeForce RTX 4070": 0.82,  # nanoGPT, 56.1k tokens/s
-    "GeForce RTX 4090": 0.56,  # 108k tokens/s, the middle of what was told from 2023 to 2025
-}
+
+class PublishedRun(NamedTuple):
+    """A speed that somebody measured on a card."""
+
+    card: str
+    tokens_per_s: float
+    step: Step
+
+
+# GPT-2 124M in nanoGPT, compiled, in bfloat16; the slower card first.
+_NANOGPT = Step(
+    n_layer=12,
+    n_embd=768,
+    block_size=1024,
+    vocab_size=50304,
+    lookup_parameters=1024 * 768,  # positions
+    micro_batch_size=8,
+    passes=64,
+    returns_logits=True,
+)
+PUBLISHED_RUNS = (
+    PublishedRun("GeForce RTX 4070", 56_100, _NANOGPT),
+    # The middle of what was told from 2023 to 2025; most had nanoGPT's default of 12 × 40.
+    PublishedRun("GeForce RTX 4090", 108_000, replace(_NANOGPT, micro_batch_size=12, passes=40)),
+)
 COMPILE_GAIN = 1.65  # published: 1.5 to 1.85
 
 
@@ -113,16 +136,45 @@ class Forecast:
         return law(self.parameters, self.tokens, self.unique_tokens, self.recipe)
 
 
-def efficiency_of(card: Card) -> tuple[float, str]:
-    """The share of its peak that a card should reach, and the card it was measured on."""
-    measured = min(
-        PUBLISHED_EFFICIENCY,
-        key=lambda name: abs(math.log(known_card(name).peak_flops / card.peak_flops)),
+def step_of(shape: GPTConfig, loss: str, *, micro_batch_size: int, sequences_per_step: int) -> Step:
+    """A step of a run of ours, as far as its time depends on it."""
+    return Step(
+        n_layer=shape.n_layer,
+        n_embd=shape.n_embd,
+        block_size=shape.block_size,
+        vocab_size=shape.vocab_size,
+        lookup_parameters=shape.block_size * shape.n_embd,
+        micro_batch_size=micro_batch_size,
+        passes=-(-sequences_per_step // micro_batch_size),
+        chunk_rows=chunk_rows(shape.n_embd, fused=True) if loss == "chunked" else None,
     )
-    return PUBLISHED_EFFICIENCY[measured], measured
 
 
-def predicted_tokens_per_s(card: Card, flops_per_token: float, *, compiled: bool = True) -> float:
-    """Training speed in half precision, from the card's peak and what others reached."""
-    efficiency, _ = efficiency_of(card)
-    return card.peak_flops * efficiency / flops_per_token / (1 if compiled else COMPILE_GAIN)
+def predicted_tokens_per_s(card: Card, step: Step, *, compiled: bool = True) -> float:
+    """Training speed in half precision: by the step's FLOPs and bytes, and what others reached."""
+    best = tokens_per_s(step, peak_flops=card.peak_flops, bytes_per_s=card.bytes_per_s)
+    return expected_share(card) * best / (1 if compiled else COMPILE_GAIN)
+
+
+def expected_share(card: Card) -> float:
+    """The share of its roofline speed that a card should reach, by the published runs.
+
+    The larger card reached less of it; a card between the two is taken to be between them.
+    """
+    (slow, slow_share), (fast, fast_share) = (
+        (known_card(run.card), reached_share(run)) for run in PUBLISHED_RUNS
+    )
+    position = math.log(card.peak_flops / slow.peak_flops, fast.peak_flops / slow.peak_flops)
+    position = min(max(position, 0), 1)
+    return slow_share ** (1 - position) * fast_share**position
+
+
+def reached_share(run: PublishedRun) -> float:
+    """Of the speed that FLOPs and bytes give at the figures of the maker.
+
+    It may exceed 1: cards clock higher than their makers promise, and caches save some traffic.
+    """
+    card = known_card(run.card)
+    return run.tokens_per_s / tokens_per_s(
+        run.step, peak_flops=card.peak_flops, bytes_per_s=card.bytes_per_s
+    )

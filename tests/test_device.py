@@ -16,6 +16,7 @@ from nanofit.device import (
     describe_device,
     find_card,
     is_out_of_memory,
+    known_card,
     peak_flops,
 )
 from nanofit.terminal import InputError
@@ -53,6 +54,64 @@ PUBLISHED = {
     "H100 80GB HBM3": 989.4,
 }
 
+# Width of the memory bus in bits, and gigabits per second of each of its wires.
+MEMORY_BUS = {
+    "GeForce RTX 2060": (192, 14),
+    "GeForce RTX 2060 SUPER": (256, 14),
+    "GeForce RTX 2080 SUPER": (256, 15.5),
+    "GeForce RTX 2080 Ti": (352, 14),
+    "GeForce RTX 3050": (128, 14),
+    "GeForce RTX 3050 6GB": (96, 14),
+    "GeForce RTX 3060": (192, 15),
+    "GeForce RTX 3060 8GB": (128, 15),
+    "GeForce RTX 3060 Ti": (256, 14),
+    "GeForce RTX 3070 Ti": (256, 19),
+    "GeForce RTX 3080": (320, 19),
+    "GeForce RTX 3080 12GB": (384, 19),
+    "GeForce RTX 3090": (384, 19.5),
+    "GeForce RTX 3090 Ti": (384, 21),
+    "GeForce RTX 4060": (128, 17),
+    "GeForce RTX 4060 Ti": (128, 18),
+    "GeForce RTX 4070": (192, 21),
+    "GeForce RTX 4070 Ti SUPER": (256, 21),
+    "GeForce RTX 4080": (256, 22.4),
+    "GeForce RTX 4080 SUPER": (256, 23),
+    "GeForce RTX 4090 D": (384, 21),
+    "GeForce RTX 4090": (384, 21),
+    "GeForce RTX 5050": (128, 20),
+    "GeForce RTX 5060 Ti": (128, 28),
+    "GeForce RTX 5070": (192, 28),
+    "GeForce RTX 5070 Ti": (256, 28),
+    "GeForce RTX 5080": (256, 30),
+    "GeForce RTX 5090": (512, 28),
+    "GeForce RTX 3050 Laptop GPU": (128, 12),
+    "GeForce RTX 3060 Laptop GPU": (192, 14),
+    "GeForce RTX 3080 Ti Laptop GPU": (256, 16),
+    "GeForce RTX 4050 Laptop GPU": (96, 16),
+    "GeForce RTX 4070 Laptop GPU": (128, 16),
+    "GeForce RTX 4080 Laptop GPU": (192, 18),
+    "GeForce RTX 4090 Laptop GPU": (256, 18),
+    "TITAN RTX": (384, 14),
+    "RTX A4000": (256, 14),
+    "RTX A6000": (384, 16),
+    "RTX 4000 Ada Generation": (160, 18),
+    "RTX 5000 Ada Generation": (256, 18),
+    "RTX 6000 Ada Generation": (384, 20),
+    "Tesla T4": (256, 10),
+    "Tesla V100-SXM2-16GB": (4096, 1.757),
+    "A10": (384, 12.5),
+    "A30": (3072, 2.43),
+    "A40": (384, 14.5),
+    "A100-SXM4-40GB": (5120, 2.43),
+    "A100 80GB PCIe": (5120, 3.024),
+    "A100-SXM4-80GB": (5120, 3.186),
+    "L4": (192, 12.5),
+    "L40S": (384, 18),
+    "H100 PCIe": (5120, 3.186),
+    "H100 80GB HBM3": (5120, 5.238),
+    "H200": (6144, 6.25),
+}
+
 
 @pytest.fixture(autouse=True)
 def keep_determinism():
@@ -70,6 +129,12 @@ def test_peaks_of_known_cards_are_the_published_ones(card, maker):
     assert peak_flops(maker + card) / 1e12 == pytest.approx(PUBLISHED[card], abs=0.06)
 
 
+@pytest.mark.parametrize("card", MEMORY_BUS)
+def test_bandwidth_is_that_of_the_memory_bus(card):
+    bits, gigabits_per_s = MEMORY_BUS[card]
+    assert known_card(card).bandwidth_gb_s == pytest.approx(bits * gigabits_per_s / 8, rel=0.002)
+
+
 @pytest.mark.parametrize("generation", ["20", "30", "40", "50"])
 def test_a_dearer_card_of_a_generation_is_the_faster_one(generation):
     desktop = rf"GeForce RTX {generation}\d\d( D)?( Ti)?( SUPER)?"
@@ -84,6 +149,7 @@ def test_each_card_is_told_once_with_sane_figures():
     for card in CARDS:
         assert 4096 <= card.memory_mib <= 143771
         assert card.core_flops in (64, 128, 256, 512, 1024)
+        assert 168 <= card.bandwidth_gb_s <= 4800
         assert 60 <= card.watts <= 700
 
 
@@ -91,6 +157,28 @@ def test_bfloat16_came_with_ampere():
     without = {card.name for card in CARDS if not card.has_bfloat16}
     assert {"GeForce RTX 2060", "Tesla T4", "Tesla V100-SXM2-16GB"} <= without
     assert not any(re.match(r"GeForce RTX [345]|A\d|[LH]\d", name) for name in without)
+
+
+@pytest.mark.parametrize(
+    ("card", "capability"),
+    [
+        ("Tesla V100-SXM2-16GB", (7, 0)),
+        ("Tesla T4", (7, 5)),
+        ("GeForce RTX 2080 Ti", (7, 5)),
+        ("A30", (8, 0)),
+        ("A100-SXM4-80GB", (8, 0)),
+        ("A10", (8, 6)),
+        ("RTX A6000", (8, 6)),
+        ("GeForce RTX 3050 Laptop GPU", (8, 6)),
+        ("GeForce RTX 4070", (8, 9)),
+        ("L40S", (8, 9)),
+        ("H200", (9, 0)),
+        ("GeForce RTX 5090", (12, 0)),
+    ],
+)
+def test_capability_is_the_one_that_cuda_documents(card, capability):
+    assert known_card(card).capability == capability
+    assert known_card(card).has_bfloat16 == (capability >= (8, 0))
 
 
 @pytest.mark.parametrize(

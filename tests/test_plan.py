@@ -180,7 +180,9 @@ def test_sections_are_the_promised_ones_and_fit_a_log_file(printed):
     lines = [line for line in told.splitlines() if not line.startswith("python train.py")]
     assert max(map(len, lines)) <= 100
     assert "\x1b" not in told
-    assert "58.3 TFLOPS" in told and "82% on a GeForce RTX 4070" in told
+    shown = " ".join(told.split())
+    assert "58.3 TFLOPS" in shown and "504 GB/s" in shown
+    assert "reached 103% on a GeForce RTX 4070 and 75% on a GeForce RTX 4090" in shown
 
 
 def test_a_card_without_bfloat16_is_told(planned):

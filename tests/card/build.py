@@ -9,6 +9,8 @@ import hashlib
 import re
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
@@ -24,16 +26,20 @@ PRELOADED = (
 
 
 def build(python: Path, folder: Path) -> Path:
-    """Make the libraries, unless those there are of the same sources; return their folder."""
+    """Make the libraries, unless they are there already; return the folder they are in.
+
+    Each version of the sources has a folder of its own, whole or absent, as others may be building.
+    """
     code = b"".join(file.read_bytes() for file in sorted(SOURCES.glob("*.[ch]")))
     digest = hashlib.sha256(code + Path(__file__).read_bytes()).hexdigest()
-    folder = folder.resolve()
-    finished = folder / "digest"
-    if not finished.exists() or finished.read_text() != digest:
+    finished = folder.resolve() / digest[:12]
+    if not finished.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _Builder(_site_packages(python), folder).build()
-        finished.write_text(digest)
-    return folder
+        unfinished = Path(tempfile.mkdtemp(dir=folder.resolve()))
+        _Builder(_site_packages(python), unfinished).build()
+        with suppress(OSError):  # somebody else was quicker
+            unfinished.rename(finished)
+    return finished
 
 
 def preload(folder: Path) -> dict[str, str]:

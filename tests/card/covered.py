@@ -1,0 +1,63 @@
+"""Whether the tests here have executed every line of CUDA in the product.
+
+    python tests/card/covered.py .venv-cuda/coverage
+
+That is every line of nanofit/device.py, and every condition elsewhere that asks for CUDA, with both
+of its outcomes. Exits with 1 if any is missing.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+DEVICE = PROJECT / "nanofit/device.py"
+
+
+def main(folder: Path) -> None:
+    coverage = [sys.executable, "-m", "coverage"]
+    options = [f"--data-file={folder / 'data'}"]
+    subprocess.run([*coverage, "combine", "-q", "--keep", *options], cwd=PROJECT, check=True)
+    report = folder / "report.json"
+    subprocess.run([*coverage, "json", "-q", *options, "-o", report], cwd=PROJECT, check=True)
+    files = json.loads(report.read_text())["files"]
+    missing = [f"{DEVICE.name}:{line}" for line in _of(files, DEVICE)["missing_lines"]]
+    count = len(_of(files, DEVICE)["executed_lines"])
+    print(f"nanofit/device.py: {count} of {count + len(missing)} lines executed")
+    asked = 0
+    for path in sorted([*PROJECT.glob("*.py"), *PROJECT.glob("nanofit/**/*.py")]):
+        if path != DEVICE:
+            for line in _conditions(path):
+                asked += 1
+                missing += [f"{path.name}:{line}"] * (not _is_covered(_of(files, path), line))
+    print(f"elsewhere: {asked} conditions ask for CUDA")
+    print("not covered: " + ", ".join(missing) if missing else "all covered, 100 %")
+    sys.exit(bool(missing))
+
+
+def _of(files: dict, path: Path) -> dict:
+    nothing = {"missing_lines": [], "executed_lines": [], "missing_branches": []}
+    return files.get(str(path.relative_to(PROJECT)), nothing)
+
+
+def _conditions(path: Path) -> list[int]:
+    """The lines of a file on which something depends on CUDA."""
+    source = path.read_text()
+    tests = [
+        node.test for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If | ast.IfExp)
+    ]
+    words = ('"cuda"', "torch.cuda", '"nccl"')
+    segments = {test.lineno: ast.get_source_segment(source, test) for test in tests}
+    return [line for line, text in segments.items() if any(word in text for word in words)]
+
+
+def _is_covered(file: dict, line: int) -> bool:
+    if line not in file["executed_lines"]:
+        return False
+    return all(origin != line for origin, _ in file["missing_branches"])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())

@@ -1,0 +1,63 @@
+"""autofit.py, plan.py and sample.py on a card."""
+
+import json
+
+import pytest
+
+from tests.card.conftest import SMALL
+from tests.card.harness import CONTEXT_MIB, MIB
+
+
+@pytest.fixture
+def flags(tokens):
+    return [*SMALL, f"--dataset={tokens}", "--compile=False"]
+
+
+def test_autofit_measures_the_overhead_that_explain_then_tells(card, flags):
+    on = card(others=600)
+    fit = on.run("autofit.py", *flags, "--json")
+    assert fit.code == 0, fit
+    found = json.loads(fit.output[fit.output.index("{") :])
+    free = 12282 - CONTEXT_MIB - 600
+    limit_mib = found["limit_bytes"] / MIB
+    assert 0 <= free * 0.95 - 128 - limit_mib <= 0.01 * 12282
+
+    told = on.run("autofit.py", *flags, "--explain")
+    assert told.code == 0, told
+    assert "of any process, measured here" in told.output
+    answer = json.loads(on.run("autofit.py", *flags, "--explain", "--json").output)
+    assert answer["budget"]["context_bytes"] == CONTEXT_MIB * MIB
+    assert answer["budget"]["other_programs_bytes"] == 600 * MIB
+
+
+def test_explain_before_any_run_says_what_it_assumes(card, flags):
+    told = card().run("autofit.py", *flags, "--explain")
+    assert told.code == 0, told
+    assert "of any process, assumed" in told.output
+    assert "cuBLAS and the like, assumed" in told.output
+
+
+def test_plan_measures_the_card(card, flags):
+    run = card().run("plan.py", *flags, "--json")
+    assert run.code == 0, run
+    plan = json.loads(run.output)
+    assert "measured here: NVIDIA GeForce RTX 4070" in json.dumps(plan)
+
+
+def test_plan_on_a_full_card_is_one_line(card, flags):
+    on = card(memory=CONTEXT_MIB + 20)
+    run = on.run("plan.py", *flags)
+    assert run.code == 2
+    assert "not even one sequence fits on NVIDIA GeForce RTX 4070" in run.errors
+
+
+def test_text_is_sampled_on_the_card(card, train):
+    trained = train("--compile=False", "--max_iters=1")
+    assert trained.code == 0, trained
+    on = card("RTX 2060", folder=trained.out_dir.parent)
+    words = [f"--out_dir={trained.out_dir}", "--start=Once", "--max_new_tokens=3"]
+    run = on.run("sample.py", *words, "--dtype=bfloat16")
+    assert run.code == 0, run
+    assert run.output.startswith("Once")
+    assert "has no bfloat16: float16 is used instead" in run.errors
+    assert run.peak_bytes > CONTEXT_MIB * MIB

@@ -1,0 +1,196 @@
+"""train.py on a card: every config, every setting whose lines only CUDA executes."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+from nanofit.terminal import parse_size
+from tests.card.harness import CONTEXT_MIB, MIB, PROJECT
+
+CONFIGS = sorted(PROJECT.glob("config/*.py"))
+# The width, precision and batch of the config, in one layer and few steps.
+SHORTENED = (
+    "--n_layer=1 --max_iters=40 --warmup_iters=1 --compile=True --compile_after=8 "
+    "--eval_interval=20 --eval_iters=2 --log_interval=1 --wandb_log=False"
+).split()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_config_fits_trains_compiles_stops_and_resumes(card, tokens, config: Path):
+    on = card()
+    flags = [config, *SHORTENED, f"--dataset={tokens}", f"--out_dir={on.folder / 'out'}"]
+    with on.start("train.py", *flags) as started:
+        lines = started.wait_for("now compiled")
+        started.process.send_signal(signal.SIGTERM)
+        output, errors = started.process.communicate(timeout=120)
+        stopped = started.result("".join(lines) + output, errors)
+    assert stopped.code == 0, stopped
+    assert "stopped on request; the same command continues the run" in stopped.output
+    assert stopped.errors == ""
+
+    resumed = on.run("train.py", *flags)
+    assert resumed.code == 0, resumed
+    assert resumed.errors == ""
+    assert resumed.steps() == list(range(40))
+    assert [event["reason"] for event in resumed.events("stage")][-1].startswith("compiled in")
+    assert {record["step"] for record in resumed.records("eval")} == {20, 40}
+    assert len(resumed.events("resumed")) == 1
+    assert_within_limit(stopped)
+
+
+def assert_within_limit(run) -> None:
+    """By the driver's count, no process had more than the limit and its context."""
+    [begun] = run.events("started")
+    assert run.peak_bytes <= (begun["limit_mib"] + CONTEXT_MIB) * MIB
+    # And the driver's count of the run itself is torch's.
+    told = max(event["peak_mib"] for event in run.events("stage measured"))
+    assert told <= run.peak_bytes / MIB - CONTEXT_MIB
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_precision_is_what_was_asked_for(train, dtype):
+    run = train(f"--dtype={dtype}")
+    assert run.code == 0, run
+    assert f", {dtype}\n" in run.output
+    assert run.steps() == list(range(8))
+    assert run.events("stage")[-1]["now"] == "compiled"
+
+
+def test_card_without_bfloat16_takes_float16_and_says_so(card, train):
+    run = train("--dtype=bfloat16", on=card("Tesla T4"))
+    assert run.code == 0, run
+    assert "Tesla T4 has no bfloat16: float16 is used instead" in run.output
+    assert ", float16\n" in run.output
+    assert run.steps() == list(range(8))
+
+
+def test_card_that_torch_was_not_built_for_gets_one_line(card, train):
+    run = train(on=card("RTX 2060", capability="6.1"))
+    assert run.code == 2
+    assert run.output == ""
+    [line] = run.errors.splitlines()
+    assert "has CUDA capability 6.1, but torch" in line
+    assert "--device=cpu" in line
+
+
+def test_second_card_alone_is_used(card, train):
+    run = train("--device=cuda:1", on=card(devices=2))
+    assert run.code == 0, run
+    assert (run.processes["peak"][:, 0] == 0).all()
+    assert run.processes["peak"][:, 1].max() > CONTEXT_MIB * MIB
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cuda"])
+def test_missing_card_is_one_line(card, train, device):
+    devices = 1 if device == "cuda:1" else 0
+    run = train(f"--device={device}", on=card(devices=devices))
+    assert run.code == 2
+    [line] = run.errors.splitlines()
+    assert ("this machine has 1" if devices else "torch sees no CUDA device") in line
+
+
+def test_two_cards_share_the_steps_under_torchrun(card, train):
+    run = train("--dtype=float16", on=card(devices=2), processes=2)
+    assert run.code == 0, run
+    assert "on 2 processes" in run.output
+    assert run.steps() == list(range(8))
+    used = run.processes["peak"] > CONTEXT_MIB * MIB
+    assert used[:, 0].any() and used[:, 1].any()
+    assert not (used[:, 0] & used[:, 1]).any()  # each process keeps to its card
+
+
+def test_memory_limit_and_reserve_bound_the_run(card, train):
+    # 200 MiB that others use, and all but 700 MiB of the rest.
+    free = 12282 - CONTEXT_MIB - 200
+    run = train(f"--memory_reserve={free - 700}MiB", "--batch_size=64", on=card(others=200))
+    assert run.code == 0, run
+    [begun] = run.events("started")
+    assert 700 - 0.01 * 12282 < begun["limit_mib"] <= 700
+    assert run.peak_bytes <= (700 + CONTEXT_MIB) * MIB
+
+    limited = train("--memory_limit=600MiB", on=card(folder=run.out_dir.parent / "second"))
+    assert limited.code == 0, limited
+    assert limited.events("started")[0]["limit_mib"] == 600
+    assert limited.peak_bytes <= parse_size("600MiB") + CONTEXT_MIB * MIB
+
+
+def test_fastest_goal_tries_smaller_micro_batches(train):
+    run = train("--autofit_goal=fastest", "--compile=False")
+    assert run.code == 0, run
+    assert run.output.count("autofit eager: trying") >= 3
+    assert run.steps() == list(range(8))
+
+
+def test_savers_climb_until_the_batch_fits(card, train):
+    wide = ["--n_layer=2", "--n_embd=256", "--block_size=1024", "--batch_size=16"]
+    run = train(*wide, "--savers=auto", "--memory_limit=750MiB", "--dtype=float16")
+    assert run.code == 0, run
+    [begun] = run.events("started")
+    assert "recompute" in begun["savers"]
+    assert begun["micro_batch"] == 16
+    assert run.steps() == list(range(8))
+
+
+def test_8_bit_moments_take_less_memory(card, train, tmp_path):
+    # With numbers read back as 0 a scaler finds no overflow, so that updates are done.
+    flags = ["--n_embd=256", "--compile=False", "--dtype=float16", "--max_iters=3"]
+    wide = train(*flags, scalars="0:0", on=card(folder=tmp_path / "32"))
+    narrow = train(*flags, "--optimizer_bits=8", scalars="0:0", on=card(folder=tmp_path / "8"))
+    assert narrow.code == 0, narrow
+    parameters = 50304 * 256
+    assert wide.peak_bytes - narrow.peak_bytes > 0.8 * 6 * parameters
+
+
+@pytest.mark.parametrize("on_spike", ["stop", "skip", "rollback"])
+def test_divergence_is_met_as_asked(train, on_spike):
+    first = train("--compile=False", "--max_iters=4", scalars="0:2.0")
+    launches = int(first.processes["launches"].max())
+    flags = ["--compile=False", "--max_iters=12", f"--on_spike={on_spike}"]
+    run = train(*flags, scalars=f"0:2.0,{launches}:nan,{launches * 3 // 2}:2.0")
+    if on_spike == "stop":
+        assert run.code == 2
+        assert "the last good checkpoint is" in run.errors.splitlines()[-1]
+        return
+    assert run.code == 0, run
+    name = "rolled back" if on_spike == "rollback" else "finished"
+    assert run.events(name)
+
+
+def test_evaluation_alone_leaves_the_run_as_it_is(train):
+    done = train("--compile=False", "--max_iters=4")
+    before = {path: path.read_bytes() for path in done.out_dir.iterdir()}
+    run = train("--compile=False", "--max_iters=4", "--eval_only=True")
+    assert run.code == 0, run
+    assert "val_loss" in run.output
+    assert {path: path.read_bytes() for path in done.out_dir.iterdir()} == before
+
+
+def test_weights_of_nanogpt_are_the_beginning(card, train, tmp_path):
+    shape = dict(n_layer=1, n_head=2, n_embd=64, block_size=128, vocab_size=50304)
+    model = GPT(GPTConfig(**shape))
+    saved = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+    arguments = {**shape, "bias": False, "dropout": 0.0}
+    torch.save({"model": saved, "model_args": arguments}, tmp_path / "nanogpt.pt")
+    flags = [f"--init_from={tmp_path / 'nanogpt.pt'}", "--compile=False", "--max_iters=1"]
+    run = train(*flags, "--learning_rate=0", "--min_lr=0")
+    assert run.code == 0, run
+    # Kernels do nothing, so that the weights saved are the weights sent to the card.
+    checkpoint = torch.load(run.out_dir / "ckpt-00000001.pt", weights_only=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(checkpoint["model"][name], value), name
+
+
+def test_nothing_fits_in_one_line(card, train):
+    run = train("--n_layer=12", "--n_embd=768", on=card(memory=2200))
+    assert run.code == 2
+    assert "not even one sequence fits" in run.errors.splitlines()[-1]
+    assert "would need" in run.errors
+
+
+def test_cpu_is_used_on_request(train):
+    run = train("--device=cpu", "--compile=False", "--memory_limit=3GB", "--max_iters=2")
+    assert run.code == 0, run
+    assert len(run.processes) == 0
