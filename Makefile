@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test test-card run-test-card lint bench-train-step bench-generate bench-memory bench-roofline bench-cards bench-autofit bench-prepare bench-prepare-large clean
+.PHONY: help demo test test-card run-test-card lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-autofit bench-prepare bench-prepare-large clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -45,6 +45,9 @@ bench-generate: .venv/installed  ## sampling with and without the key-value cach
 
 bench-memory: .venv/installed  ## what fits a 12 GB card, simulated: nanoGPT's way, ours, each saver
 	$(BIN)/python bench/memory.py
+
+bench-kernels: .venv/installed  ## launches and bytes of a step on a card without a GPU; NANOGPT=.../model.py compares
+	$(BIN)/python bench/kernels.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 bench-roofline: .venv/installed  ## speed on many cards by FLOPs and bytes, against published runs
 	$(BIN)/python bench/roofline.py

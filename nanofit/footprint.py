@@ -75,12 +75,12 @@ def _in_the_loss(setup: Setup, B: int) -> list[Line]:
     C, V, E = setup.shape.n_embd, setup.shape.vocab_size, _element(setup)
     N = B * setup.shape.block_size
     lines = [*_activations(setup, B), _logits(setup, N)]
-    if not _has_full_logits(setup):
-        formula = f"4 B × {N:,} × {C}: the last norm's result"
-        lines.append(_workspace(setup, formula, 4 * N * C))
-    elif setup.compiled and not setup.returns_logits:
+    if _has_full_logits(setup) and setup.compiled and not setup.returns_logits:
         formula = f"{E} B × {V:,} × {C}: the embedding's new gradient"
         lines.append(_workspace(setup, formula, E * V * C))
+    elif not setup.compiled and not _has_full_logits(setup):
+        formula = f"4 B × {N:,} × {C}: the last norm's result"
+        lines.append(_workspace(setup, formula, 4 * N * C))
     return lines
 
 
@@ -133,10 +133,10 @@ def _logits(setup: Setup, N: int) -> Line:
     if _has_full_logits(setup):  # their input is kept for the backward pass
         rows, inputs, also = N, N, "logits, their input"
         per_logit, per_weight = _full_copies(setup)
-    else:  # the gradient of the input is, and a chunk of both is there
-        rows = min(chunk_rows(C), N)
-        inputs, also = N + 2 * rows, "a chunk, gradients"
-        per_logit, per_weight = _chunk_copies(setup, rows)
+    else:  # the gradient of the input is, which in eager is written over it
+        rows, also = min(chunk_rows(C, fused=setup.compiled), N), "a chunk, gradients"
+        inputs = 2 * N if setup.compiled else N
+        per_logit, per_weight = _chunk_copies(setup)
     and_weight = f" + {per_weight}·{V:,}·{C}" if per_weight else ""
     return Line(
         "logits and loss",
@@ -158,16 +158,13 @@ def _full_copies(setup: Setup) -> tuple[int, int]:
     return held + 12, cast
 
 
-def _chunk_copies(setup: Setup, rows: int) -> tuple[int, int]:
+def _chunk_copies(setup: Setup) -> tuple[int, int]:
     """The same of a chunk's logits. The embedding's gradient, which they add to, is in float32."""
     E = _element(setup)
     if E == 4:
         return 4, 4
-    # The embedding is cast. Beside that there is what a chunk adds to its gradient or, if that is
-    # more, the log-softmax in float32, of which compiled kernels need no copy.
-    if setup.compiled or 4 * rows < E * setup.shape.n_embd:
-        return E, 4 + 2 * E
-    return E + 4, 4 + E
+    # The embedding is cast. The log-softmax is in float32; compiled kernels need no copy for it.
+    return (E if setup.compiled else E + 4), 4 + E
 
 
 def _in_the_last_block(setup: Setup, B: int) -> list[Line]:

@@ -146,7 +146,7 @@ def step_of(shape: GPTConfig, loss: str, *, micro_batch_size: int, sequences_per
         lookup_parameters=shape.block_size * shape.n_embd,
         micro_batch_size=micro_batch_size,
         passes=-(-sequences_per_step // micro_batch_size),
-        chunk_rows=chunk_rows(shape.n_embd) if loss == "chunked" else None,
+        chunk_rows=chunk_rows(shape.n_embd, fused=True) if loss == "chunked" else None,
     )
 
 

@@ -6,7 +6,7 @@ They are gradients of the loss's sum: the backward pass multiplies them by what 
 1 / tokens and a loss scale included, in float32. So nothing under- or overflows in float16.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -31,14 +31,16 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return loss_sum / (targets >= 0).sum()
 
 
-def chunk_rows(width: int) -> int:
+def chunk_rows(width: int, *, fused: bool = False) -> int:
     """Tokens whose logits are alive at once: about as large a buffer as the weight itself.
 
     Each chunk passes over its (rows, V) logits and over the (V, C) gradient, so that fewer rows
-    than the width make the second cost more than the first; more rows only take memory. And up to
-    1024 rows of a layer norm's output cannot overflow a float16 product.
+    than the width make the second cost more than the first. Twice as many halve that cost again,
+    and the gradient's product is then bound by arithmetic on any card; a fused kernel, which has
+    no float32 copy of the logits, needs less memory for them than half as many take without it.
     """
-    return min(max(1 << (width - 1).bit_length(), 128), 1024)
+    rows = min(max(1 << (width - 1).bit_length(), 128), 1024)
+    return 2 * rows if fused else rows
 
 
 _most_chunks: ContextVar[int | None] = ContextVar("most chunks", default=None)
@@ -55,30 +57,48 @@ def first_chunks(count: int) -> Iterator[None]:
 
 
 def chunk_bytes(d_hidden: Tensor, d_weight: Tensor) -> int:
-    """What the opaque op takes besides these results: the cast weight, a chunk and its product."""
+    """What the opaque op takes besides these results: the cast weight and a chunk of logits."""
     if not d_weight.numel():
         return 0
     (vocabulary, width), size = d_weight.shape, d_hidden.element_size()
-    cast = 0 if d_hidden.dtype == d_weight.dtype else 2 * vocabulary * width * size
-    return cast + chunk_rows(width) * (vocabulary + 2 * width) * size
+    cast = 0 if d_hidden.dtype == d_weight.dtype else vocabulary * width * size
+    rows = min(chunk_rows(width, fused=True), d_hidden.size(0))
+    return cast + rows * vocabulary * size
 
 
 class _LossSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, dtype, with_gradients):
+        is_ignored = targets < 0
+        # Whatever an ignored row holds: infinity times a gradient of zero would not be zero. The
+        # compiler makes this part of the kernel that makes `hidden`.
+        inputs = hidden.to(dtype, copy=True).masked_fill_(is_ignored.unsqueeze(1), 0)  # (N, C)
         # Opaque to the compiler, which otherwise keeps all chunks of a traced loop alive at once.
-        compute = _opaque_loss_sum if torch.compiler.is_compiling() else _loss_sum
-        loss_sum, d_hidden, d_weight = compute(hidden, weight, targets, dtype, with_gradients)
-        ctx.save_for_backward(d_hidden, d_weight)
+        compute = _opaque_loss_sum if torch.compiler.is_compiling() else _loss_sum_over_inputs_
+        loss_sum, d_inputs, d_weight = compute(inputs, weight, targets, dtype, with_gradients)
+        ctx.save_for_backward(d_inputs, d_weight)
         ctx.hidden_dtype = hidden.dtype
         return loss_sum
 
     @staticmethod
     def backward(ctx, d_loss_sum):
-        d_hidden, d_weight = ctx.saved_tensors
-        # Not d_hidden * d_loss_sum: that would round the small factor to half precision.
-        d_hidden = (d_hidden.float() * d_loss_sum).to(ctx.hidden_dtype)
+        d_inputs, d_weight = ctx.saved_tensors
+        # Not d_inputs * d_loss_sum: that would round the small factor to half precision.
+        d_hidden = (d_inputs.float() * d_loss_sum).to(ctx.hidden_dtype)
         return d_hidden, d_weight * d_loss_sum, None, None, None
+
+
+def _loss_sum_over_inputs_(
+    inputs: Tensor, weight: Tensor, targets: Tensor, _: torch.dtype, with_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs are nobody else's: their gradients take their place, chunk by chunk."""
+    d_inputs = inputs if with_gradients else inputs.new_empty(0)
+    results = _loss_sum(
+        inputs, weight, targets, d_inputs, _to_gradient_, chunk_rows(inputs.size(1))
+    )
+    if with_gradients:
+        d_inputs.masked_fill_((targets < 0).unsqueeze(1), 0)
+    return results
 
 
 @torch.library.custom_op("nanofit::loss_sum", mutates_args=())
@@ -86,9 +106,10 @@ def _opaque_loss_sum(
     hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, with_gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad():
-        return _loss_sum(
-            hidden, weight, targets, dtype, with_gradients, to_gradient_=_fused_to_gradient_()
-        )
+        inputs = hidden.to(dtype)
+        d_inputs = inputs.new_empty(inputs.shape if with_gradients else 0)
+        rows = chunk_rows(inputs.size(1), fused=True)
+        return _loss_sum(inputs, weight, targets, d_inputs, _fused_to_gradient_(), rows)
 
 
 @_opaque_loss_sum.register_fake
@@ -107,70 +128,91 @@ def _flops(hidden_shape, weight_shape, targets_shape, dtype, with_gradients, **_
     return products * 2 * hidden_shape[0] * weight_shape[0] * weight_shape[1]
 
 
-def _to_gradient_(logits: Tensor, targets: Tensor) -> Tensor:
-    """Turn logits into softmax - one-hot, in place; return the loss of each row in float32."""
-    index = targets.unsqueeze(1)
+def _to_gradient_(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
+    """Turn logits into softmax - one-hot, in place; write the loss of each row into `losses`.
+
+    A row without a target, one below 0, has no loss; what its logits become is not defined.
+    """
+    index = targets.clamp(min=0).unsqueeze(1)
     log_probs = logits.float()  # the same tensor if it is float32
     torch.log_softmax(log_probs, 1, out=log_probs)
     of_targets = log_probs.gather(1, index)
     torch.exp(log_probs, out=logits)
     logits.scatter_(1, index, of_targets.expm1().to(logits.dtype))
-    return -of_targets.squeeze(1)
+    losses.copy_(of_targets.squeeze(1).neg_().masked_fill_(targets < 0, 0))
 
 
 @cache
 def _fused_to_gradient_():
-    """`_to_gradient_` in formulas of which the compiler makes one kernel, without a buffer."""
+    """`_to_gradient_` in formulas of which the compiler makes one kernel, without a buffer.
 
-    def to_gradient_(logits, targets):
-        index = targets.unsqueeze(1)
+    Without a target the gradient is 0 as well, which costs nothing here.
+    """
+
+    def to_gradient_(logits, targets, losses):
         wide = logits.float()
         log_sum = wide.logsumexp(1, keepdim=True)
-        of_targets = wide.gather(1, index) - log_sum
+        index = targets.unsqueeze(1)
         is_target = torch.arange(logits.size(1), device=logits.device) == index
-        logits.copy_((wide - log_sum).exp() - is_target.float())
-        return -of_targets.squeeze(1)
+        of_targets = wide.where(is_target, 0).sum(1)  # to gather them would be a kernel of its own
+        gradient = (wide - log_sum).exp() - is_target.float()
+        logits.copy_(gradient.where(index >= 0, 0))
+        losses.copy_((log_sum.squeeze(1) - of_targets).where(targets >= 0, 0))
 
     compiled = torch.compile(to_gradient_, fullgraph=True)
 
-    def with_any_number_of_rows(logits, targets):  # the last chunk may be short
-        for tensor in (logits, targets):
+    def with_any_number_of_rows(*tensors):  # the last chunk may be short
+        for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(logits, targets)
+        compiled(*tensors)
 
     return with_any_number_of_rows
 
 
 def _loss_sum(
-    hidden: Tensor,
+    inputs: Tensor,
     weight: Tensor,
     targets: Tensor,
-    dtype: torch.dtype,
-    with_gradients: bool,
-    to_gradient_=_to_gradient_,
+    d_inputs: Tensor,
+    to_gradient_: Callable[[Tensor, Tensor, Tensor], None],
+    rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses; its gradients for hidden, in `dtype`, and for weight, or nothing."""
-    N, C = hidden.shape
-    rows = chunk_rows(C)
-    weight_cast = weight.to(dtype)  # (V, C)
-    loss_sum = hidden.new_zeros((), dtype=torch.float32)
-    d_hidden = hidden.new_empty(hidden.shape if with_gradients else 0, dtype=dtype)
-    d_weight = weight.new_zeros(weight.shape if with_gradients else 0)
-    for start in range(0, N, rows)[: _most_chunks.get() if is_fake(hidden) else None]:
+    """The sum of the losses; its gradients for the inputs and for weight, or nothing.
+
+    The former are written into `d_inputs`, unless that is empty.
+    """
+    with_gradients = d_inputs.numel() > 0
+    weight_cast = weight.to(inputs.dtype)  # (V, C)
+    losses = inputs.new_empty(targets.shape, dtype=torch.float32)
+    d_weight = weight.new_empty(weight.shape if with_gradients else 0)
+    starts = range(0, len(inputs), rows)
+    for start in starts[: _most_chunks.get() if is_fake(inputs) else None]:
         chunk = slice(start, start + rows)
-        ignored = targets[chunk] < 0
-        inputs = hidden[chunk].to(dtype).masked_fill(ignored.unsqueeze(1), 0)  # (rows, C)
-        logits = inputs @ weight_cast.T  # (rows, V)
-        losses = to_gradient_(logits, targets[chunk].clamp(min=0))
-        loss_sum += losses.masked_fill(ignored, 0).sum()
+        logits = inputs[chunk] @ weight_cast.T  # (rows, V)
+        to_gradient_(logits, targets[chunk], losses[chunk])
         if with_gradients:
-            d_hidden[chunk] = (logits @ weight_cast).masked_fill_(ignored.unsqueeze(1), 0)
-            if dtype == weight.dtype:
-                torch.addmm(d_weight, logits.T, inputs, out=d_weight)
-            else:
-                d_weight += logits.T @ inputs
+            _add_product_(d_weight, logits.T, inputs[chunk], is_first=start == 0)
+            torch.mm(logits, weight_cast, out=d_inputs[chunk])
         del logits  # before there are the next ones
-    return loss_sum, d_hidden, d_weight
+    return losses.sum(), d_inputs, d_weight
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    """total += left @ right, added up in the precision of the total; the first is not added."""
+    beta = 0 if is_first else 1  # times 0 even what is not a number is nothing
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, beta=beta, out=total)
+    elif left.is_cuda or is_fake(left):
+        torch.addmm(total, left, right, total.dtype, beta=beta, out=total)
+    else:
+        # There is no such product elsewhere. Of a layer norm's output and as many rows as here a
+        # product cannot overflow in float16.
+        parts = zip(left.split(1024, 1), right.split(1024), strict=True)
+        products = (one @ other for one, other in parts)
+        if is_first:
+            total.copy_(next(products))
+        for product in products:
+            total += product
 
 
 def _matmul_dtype(tensor: Tensor) -> torch.dtype:

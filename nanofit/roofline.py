@@ -102,13 +102,19 @@ def _products(step: Step) -> Iterator[Kernels]:
     L, C, N = step.n_layer, step.n_embd, step.tokens_per_pass
     for inputs, outputs in ((C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)):
         yield _product(3 * L, N, inputs, outputs)
-    rows = min(step.chunk_rows or N, N)
-    yield _product(3 * N / rows, rows, C, step.vocab_size)
+    if step.chunk_rows is None:
+        yield _product(3, N, C, step.vocab_size)
+    else:  # each chunk adds to the head's gradient, which is in float32
+        rows = min(step.chunk_rows, N)
+        yield _product(2 * N / rows, rows, C, step.vocab_size)
+        yield _product(N / rows, rows, C, step.vocab_size, bytes_per_weight=2 * FULL)
 
 
-def _product(count: float, rows: int, inputs: int, outputs: int) -> Kernels:
-    numbers = rows * inputs + inputs * outputs + rows * outputs
-    return Kernels("products", count, 2 * rows * inputs * outputs, HALF * numbers)
+def _product(
+    count: float, rows: int, inputs: int, outputs: int, bytes_per_weight: int = HALF
+) -> Kernels:
+    moved_bytes = HALF * rows * (inputs + outputs) + bytes_per_weight * inputs * outputs
+    return Kernels("products", count, 2 * rows * inputs * outputs, moved_bytes)
 
 
 def _attention(step: Step) -> Iterator[Kernels]:
@@ -154,17 +160,11 @@ def _full_loss(step: Step) -> Iterator[Kernels]:
 
 
 def _chunked_loss(step: Step) -> Iterator[Kernels]:
-    """Each chunk adds to the head's gradient in float32, whole, what a product has made for it."""
-    C, N = step.n_embd, step.tokens_per_pass
+    """One kernel turns a chunk of logits into gradients."""
+    N = step.tokens_per_pass
     rows = min(step.chunk_rows, N)
-    logits = rows * step.vocab_size
-    yield Kernels("loss", N / rows, 0, HALF * logits)  # for their sum
-    yield Kernels("loss", N / rows, 0, 2 * HALF * logits)  # into gradients
-    yield Kernels("loss", N / rows, 0, (2 * FULL + HALF) * step.head_parameters)
-    # Around them a chunk's inputs and their gradients are cast, masked and copied.
-    yield Kernels("loss", 4 * N / rows, 0, 2 * HALF * rows * C)
-    yield Kernels("loss", 6 * N / rows, 0, 0)  # and targets compared, losses summed
-    yield Kernels("loss", 1, 0, FULL * step.head_parameters)  # zeros to begin with
+    yield Kernels("loss", N / rows, 0, 2 * HALF * rows * step.vocab_size)
+    yield Kernels("loss", 1, 0, 0)  # the losses are summed
 
 
 def _weights(step: Step) -> Iterator[Kernels]:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanofit.loss import chunk_rows, chunked_loss, full_loss
+from nanofit.loss import _add_product_, chunk_rows, chunked_loss, full_loss
 
 ROWS, WIDTH, VOCABULARY = 1200, 96, 3001
 FLOPS_OF_A_PRODUCT = 2 * ROWS * WIDTH * VOCABULARY
@@ -61,6 +61,19 @@ def test_float16_survives_a_chunk_that_is_all_one_token():
     _, _, d_weight = differentiate(chunked_loss, hidden, weight, targets, autocast=torch.float16)
     expected = differentiate(full_loss, hidden, weight, targets)[2]
     torch.testing.assert_close(d_weight, expected, rtol=1e-3, atol=0)
+
+
+def test_float16_survives_a_long_chunk_that_is_all_one_token():
+    """As long as compiled code makes them: its sum is too large for float16."""
+    rows = chunk_rows(1024, fused=True)
+    left = torch.ones(8, rows, dtype=torch.float16)
+    right = torch.full((rows, 1024), 1024**0.5, dtype=torch.float16)
+    total = torch.full((8, 1024), float("nan"))
+    for count in (1, 2):  # the first one is written over whatever is there
+        _add_product_(total, left, right, is_first=count == 1)
+        expected = count * (left.double() @ right.double())
+        assert expected.max() > torch.finfo(torch.float16).max
+        torch.testing.assert_close(total.double(), expected, rtol=1e-3, atol=0)
 
 
 def test_backward_twice_adds_up_or_is_refused():

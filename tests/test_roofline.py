@@ -78,12 +78,21 @@ def test_a_loss_moves_what_the_compiler_counts(step, bytes_per_logit):
     assert moved_bytes(step, "loss") == bytes_per_logit * step.tokens * step.vocab_size
 
 
-def test_smaller_chunks_of_the_loss_pass_more_often_over_its_gradient():
+def test_smaller_chunks_of_the_loss_pass_more_often_over_its_weight_and_gradient():
     many, few = (
-        moved_bytes(replace(NANOGPT, passes=1, chunk_rows=rows), "loss") for rows in (512, 1024)
+        moved_bytes(replace(NANOGPT, passes=1, chunk_rows=rows), "loss", "products")
+        for rows in (512, 1024)
     )
-    gradient_bytes = 4 + 4 + 2  # read, written, and what is added to it
-    assert many - few == 8 * gradient_bytes * 50304 * 768
+    weight_bytes = 2 * 2 + 4 + 4  # for two products; its gradient, read and written
+    assert many - few == 8 * weight_bytes * 50304 * 768
+
+
+def test_our_step_moves_what_was_counted_on_a_card_without_a_gpu():
+    """One pass of bench/results/kernels.md; there the first chunk does not read the gradient."""
+    shape = GPTConfig(n_layer=12, n_head=12, n_embd=576, block_size=1024, vocab_size=50304)
+    step = step_of(shape, "chunked", micro_batch_size=16, sequences_per_step=16)
+    assert moved_bytes(step, "products") == pytest.approx(18.83e9, rel=0.01)
+    assert moved_bytes(step, "loss") == pytest.approx(3.297e9, rel=0.001)
 
 
 def test_kernels_are_as_many_as_were_counted():

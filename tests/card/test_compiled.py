@@ -1,0 +1,154 @@
+"""Compiled steps on every kind of card: Inductor's and Triton's own work, as far as ptxas does it.
+
+Two layers of each shape: the others are the same.
+"""
+
+import json
+
+import pytest
+
+from tests.card.harness import PROJECT, CardWithoutGpu, Run
+
+CONFIG = "train_fineweb_4070.py"
+OTHER_CONFIGS = ["demo.py", "train_small_30m.py", "train_gpt2_124m.py", "train_gpt2_medium_4070.py"]
+CARDS = {
+    "7.5": "RTX 2060",
+    "8.0": "RTX 3090",
+    "8.6": "RTX 3060",
+    "8.9": "RTX 4070",
+    "9.0": "RTX 4090",
+    "12.0": "RTX 5090",
+}
+# Three sequences, so that in most shapes the last chunk of the loss is a short one.
+STEPS = """
+import json, sys
+from dataclasses import replace
+from functools import partial
+
+sys.path.insert(0, sys.argv[2])
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+from model import GPT
+from nanofit.compiler import compile_in_place
+from nanofit.config import load_config
+from nanofit.device import describe_device
+from nanofit.dist import Ranks
+from nanofit.loader import random_micro_batches
+from nanofit.optim import build_optimizer
+from nanofit.step import evaluate, train_step
+
+shape, learn, run = load_config([sys.argv[1]])
+shape = replace(shape, n_layer=2)
+device = describe_device("cuda", run.dtype)
+device.enter_thread()
+model = GPT(shape, loss=run.loss).to(device.torch_device)
+optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
+sizes = dict(block_size=shape.block_size, vocab_size=shape.vocab_size, device=device)
+batches = partial(random_micro_batches, 3, **sizes)
+compile_in_place(model)
+for step in range(3):
+    evaluate(model, batches(), device=device, ranks=Ranks())
+    settings = dict(device=device, ranks=Ranks(), lr=1e-5, grad_clip=1.0, seed=step)
+    train_step(model, optimizer, scaler, batches(), **settings)
+    torch._dynamo.config.error_on_recompile = True
+modules = [vars(module).values() for module in PyCodeCache.modules]
+kernels = [one for values in modules for one in values if isinstance(one, CachingAutotuner)]
+print(json.dumps({
+    "dtype": str(device.dtype),
+    "graph_breaks": counters["graph_break"],
+    "frames": counters["frames"],
+    "graphs": counters["stats"]["unique_graphs"],
+    "capabilities": sorted({kernel.device_props.cc for kernel in kernels}),
+    "launched": sum(bool(kernel.launchers) for kernel in kernels),
+}))
+"""
+
+
+def compiled_steps(config: str, on: CardWithoutGpu) -> dict:
+    path = PROJECT / "config" / config
+    run = on.run("-c", STEPS, path, PROJECT, CARD_SCRIPT="-c")
+    assert run.code == 0, str(run)
+    return json.loads(run.output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("capability", CARDS)
+def test_graphs_compile_for_every_kind_of_card(card, capability):
+    name = CARDS[capability]
+    seen = compiled_steps(CONFIG, card(name, memory=24576, capability=capability))
+    assert_compiled_once(seen)
+    assert seen["capabilities"] == [int(capability.replace(".", ""))]
+    assert seen["dtype"] == ("torch.float16" if capability == "7.5" else "torch.bfloat16")
+
+
+@pytest.mark.parametrize("config", OTHER_CONFIGS)
+def test_graphs_of_every_config_compile(card, config):
+    assert_compiled_once(compiled_steps(config, card("RTX 4090")))
+
+
+def assert_compiled_once(seen: dict) -> None:
+    """One graph for training, one for evaluation, one for a chunk of the loss; nothing in eager."""
+    assert seen["graph_breaks"] == {}
+    assert seen["graphs"] == 3
+    assert seen["frames"] == {"total": 3, "ok": 3}
+    assert seen["launched"] > 10
+
+
+LOSS = """
+import json, os, sys
+
+sys.path.insert(0, sys.argv[1])
+import torch
+from nanofit.loss import chunk_bytes, chunk_rows
+
+WIDTH, VOCABULARY = 576, 50304
+dtype = getattr(torch, sys.argv[2])
+weight = torch.zeros(VOCABULARY, WIDTH, device="cuda")
+
+def trace():
+    with open(os.environ["CARD_TRACE"]) as file:
+        return file.readlines()
+
+def loss_of(chunks):
+    rows = chunks * chunk_rows(WIDTH, fused=True)
+    hidden = torch.zeros(rows, WIDTH, dtype=dtype, device="cuda")
+    targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    before, launched = torch.cuda.memory_allocated(), len(trace())
+    torch.cuda.reset_peak_memory_stats()
+    results = torch.ops.nanofit.loss_sum(hidden, weight, targets, dtype, True)
+    taken = torch.cuda.max_memory_allocated() - before
+    of_results = sum(one.numel() * one.element_size() for one in results)
+    return taken - of_results - chunk_bytes(*results[1:]), trace()[launched:]
+
+loss_of(2)  # compiles
+(unforeseen, fewer), (_, more) = loss_of(2), loss_of(3)
+print(json.dumps({"unforeseen": unforeseen, "launches": [len(fewer), len(more)], "products": [
+    sum("cublas" in kernel for kernel in launched) for launched in (fewer, more)]}))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_chunk_of_the_loss_is_four_kernels_in_the_memory_foreseen(card, tmp_path, dtype):
+    run = card().run("-c", LOSS, PROJECT, dtype, CARD_SCRIPT="-c", trace=tmp_path / "trace")
+    assert run.code == 0, str(run)
+    seen = json.loads(run.output.splitlines()[-1])
+    fewer, more = seen["products"]
+    assert more - fewer == 3
+    fewer, more = seen["launches"]
+    assert more - fewer == 4
+    assert 0 <= seen["unforeseen"] < 2**20  # the losses themselves
+
+
+def test_run_that_cannot_compile_goes_on_in_eager_and_says_so(train, tmp_path):
+    caches = {f"{name}_CACHE_DIR": str(tmp_path / name) for name in ("TRITON", "TORCHINDUCTOR")}
+    run = train("--autofit=False", CC="/bin/false", **caches)  # Triton needs a C compiler
+    assert run.code == 0, str(run)
+    assert stages(run) == ["eager", "eager for good"]
+    [reason] = [event["reason"] for event in run.events("stage") if "good" in event["now"]]
+    assert reason in run.output
+
+
+def stages(run: Run) -> list[str]:
+    return [event["now"] for event in run.events("stage")]
