@@ -52,7 +52,8 @@ def python(card):
     def run(code: str, on: CardWithoutGpu | None = None, **options):
         done = (on or card()).run("-c", begin + code, PYTHONPATH=str(PROJECT), **options)
         assert done.code == 0, done
-        return [json.loads(line) for line in done.output.splitlines()], done
+        said = [line for line in done.output.splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in said], done
 
     return run
 

@@ -1,0 +1,76 @@
+"""Fits on cards of many sizes: as large as torch's allocator bears, and as forecast.
+
+bench/cards.py does the same for all cards and configs; here are the kinds of card that differ.
+"""
+
+import pytest
+
+from tests.card.harness import MIB
+
+FIND = """
+import gc, sys
+from dataclasses import asdict
+from nanofit.config import load_config
+from nanofit.device import describe_device
+from nanofit.dist import Ranks
+from nanofit.fit import find_fit
+from nanofit.memory import Setup, need_of
+from nanofit.search import sizes_for
+from nanofit.trial import trial_here
+
+def trial(*args, **kwargs):
+    result = trial_here(*args, **kwargs)
+    gc.collect()
+    return result
+
+shape, learn, run = load_config(FLAGS)
+device = describe_device("cuda", run.dtype)
+own_bytes = trial(Setup(shape), 0, device="cuda", limit_bytes=None).used_bytes
+fit = find_fit(shape, learn, run, device, Ranks(), trial=trial)
+setup = Setup(shape, dtype=device.precision, has_flash=device.has_flash, **asdict(fit.savers))
+larger = next(size for size in sizes_for(learn.sequences_per_step) if size > fit.eager.size)
+tried = trial(setup, larger, device="cuda", limit_bytes=fit.limit_bytes)
+say(size=fit.eager.size, limit=fit.limit_bytes, reserved=fit.eager.peak_bytes,
+    forecast=need_of(setup).at(fit.eager.size) + own_bytes, larger_fits=tried.peak_bytes is not None,
+    dtype=device.precision)
+"""
+SHAPE = (
+    "--n_layer=2 --n_head=6 --n_embd=384 --block_size=1024 --compile=False --batch_size=12 "
+    "--gradient_accumulation_steps=80"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "dtype"),
+    [
+        ("3050 laptop", 600, "float16"),
+        ("RTX 2060", 0, "bfloat16"),  # which it has not
+        ("RTX 4070", 2118, "bfloat16"),
+        ("RTX 5090", 600, "bfloat16"),
+        ("RTX 4060", 0, "float32"),
+    ],
+)
+def test_fit_is_the_largest_the_allocator_bears(card, python, name, others, dtype):
+    flags = [*SHAPE, f"--dtype={dtype}"]
+    code = f"FLAGS = {flags!r}\n" + FIND
+    outcome, _ = python(code, on=card(name, others=others))
+    seen = outcome[-1]
+    assert not seen["larger_fits"]
+    assert seen["reserved"] <= seen["limit"]
+    assert seen["forecast"] == pytest.approx(seen["reserved"], rel=0.01)
+    assert seen["dtype"] == ("float16" if name == "RTX 2060" else dtype)
+
+
+@pytest.mark.parametrize(("name", "total"), [("3050 laptop", 4096), ("RTX 4090", 24564)])
+def test_classes_of_free_memory_cost_little(card, python, name, total):
+    code = """
+from nanofit.config import load_config
+from nanofit.device import describe_device
+from nanofit.fit import _Fitter, usable_bytes
+shape, learn, run = load_config([])
+device = describe_device("cuda")
+limit_bytes, _ = _Fitter(shape, learn, run, device, 480, print)._room()
+say(limit=limit_bytes, usable=usable_bytes(device.memory().free_bytes(), run))
+"""
+    (*_, seen), _ = python(code, on=card(name))
+    assert 0 <= seen["usable"] - seen["limit"] <= 0.02 * total * MIB
