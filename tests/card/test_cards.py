@@ -31,8 +31,8 @@ setup = Setup(shape, dtype=device.precision, has_flash=device.has_flash, **asdic
 larger = next(size for size in sizes_for(learn.sequences_per_step) if size > fit.eager.size)
 tried = trial(setup, larger, device="cuda", limit_bytes=fit.limit_bytes)
 say(size=fit.eager.size, limit=fit.limit_bytes, reserved=fit.eager.peak_bytes,
-    forecast=need_of(setup).at(fit.eager.size) + own_bytes, larger_fits=tried.peak_bytes is not None,
-    dtype=device.precision)
+    forecast=need_of(setup).at(fit.eager.size) + own_bytes, dtype=device.precision,
+    larger_fits=tried.peak_bytes is not None)
 """
 SHAPE = (
     "--n_layer=2 --n_head=6 --n_embd=384 --block_size=1024 --compile=False --batch_size=12 "
