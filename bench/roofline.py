@@ -29,7 +29,7 @@ from nanofit.forecast import (
     reached_share,
     step_of,
 )
-from nanofit.memory import LIBRARY_BYTES, Setup
+from nanofit.memory import Setup
 from nanofit.roofline import PARTS, Step, seconds_by_part
 from nanofit.search import sizes_for
 from nanofit.terminal import run_script
@@ -146,7 +146,8 @@ def _forecasts(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Iterator
 def _micro_batch(card: Card, shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> int:
     """The config's, or the largest that should fit if that is less."""
     setup = Setup(shape, dtype=run.dtype, loss=run.loss, compiled=True)
-    room_bytes = budget_of(card.name, None, run).limit_bytes - LIBRARY_BYTES
+    budget = budget_of(card.name, None, run)
+    room_bytes = budget.limit_bytes - budget.overhead.library_bytes
     sizes = [size for size in sizes_for(learn.sequences_per_step) if size <= learn.batch_size]
     return max(size for size in sizes if total(footprint(setup, size)) <= room_bytes)
 
