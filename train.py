@@ -6,13 +6,19 @@
 The same command continues an interrupted run. Settings, as assignments in files or as flags:
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+# Its allocator warns of all memory it does not get, which the run tells in its own words. This is
+# read as torch is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 from torch import Tensor
@@ -29,7 +35,7 @@ from nanofit.config import (
     flatten,
     load_config,
 )
-from nanofit.device import Device, describe_device, known_card
+from nanofit.device import Device, describe_device, is_out_of_memory, known_card
 from nanofit.dist import Ranks, start_ranks
 from nanofit.fit import Fit, find_fit
 from nanofit.forecast import Forecast, predicted_tokens_per_s, step_of
@@ -39,7 +45,7 @@ from nanofit.optim import build_optimizer, decay_start, end_in, lr_at, undecayed
 from nanofit.scaling import Band, recipe_of
 from nanofit.search import sizes_for
 from nanofit.spikes import watch_for_spikes
-from nanofit.stages import Stages
+from nanofit.stages import NoRoom, Stages
 from nanofit.step import UpdateInterrupted, evaluate, train_step
 from nanofit.stop import Stop, watch_for_stop
 from nanofit.terminal import InputError, compact, first_line, run_script
@@ -78,8 +84,14 @@ def main(argv: Sequence[str]) -> None:
         print(__doc__ + describe_knobs())
         return
     shape, learn, run = load_config(argv)
-    with start_ranks(run.backend) as ranks, watch_for_stop() as stop:
-        train(shape, learn, run, ranks, stop)
+    try:
+        with start_ranks(run.backend) as ranks, watch_for_stop() as stop:
+            train(shape, learn, run, ranks, stop)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        what, *_ = first_line(error).split(". ")
+        raise InputError(f"{what}; {_way_out_of_shortage(run)}") from error
 
 
 def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, stop: Stop) -> None:
@@ -148,13 +160,15 @@ def _carry_on(launch: Launch, learn: TrainConfig, progress: Progress, stop: Stop
             if step == _stable_end(learn):
                 save(progress, name=checkpoint.STABLE)
             if not stopping and (ending or _due(run.eval_interval, step)):
-                val_loss = stages.evaluate(step, partial(_validate, launch))
+                with _kept_without_room(launch, partial(save, progress)):
+                    val_loss = stages.evaluate(step, partial(_validate, launch))
                 progress = _review(progress, val_loss, save, log)
             if ending:
                 break
             batches = partial(launch.train_data.micro_batches, progress.data_step, ranks=ranks)
             stages.advance(step, batches)
-            results = _take_step(stages, step, partial(_attempt, launch, learn, step, batches))
+            with _kept_without_room(launch, partial(save, progress)):
+                results = _take_step(stages, step, partial(_attempt, launch, learn, step, batches))
             if results is None:
                 progress = replace(_go_back(launch, learn, log.say), seconds=log.seconds)
                 log.event(progress.step, "went back", reason="an update ran out of memory")
@@ -195,10 +209,28 @@ def _take_step(
     """Loss and gradient norm; None if an update was interrupted that cannot be undone."""
     try:
         return stages.run(step, attempt)
-    except UpdateInterrupted as error:
-        reason = first_line(error)
-    stages.interrupted(step, reason)  # not before the error, and what it holds on to, is gone
+    except UpdateInterrupted:
+        pass
+    stages.interrupted(step)  # not before the error, and what it holds on to, is gone
     return None
+
+
+@contextmanager
+def _kept_without_room(launch: Launch, save: Callable[..., None]) -> Iterator[None]:
+    """Save what was learned, for which there is always room, if there is none to go on."""
+    try:
+        yield
+    except NoRoom as error:
+        if error.is_whole:
+            save(must_succeed=True)
+        launch.ranks.wait()
+        raise InputError(f"{error}; {_way_out_of_shortage(launch.run)}") from error
+
+
+def _way_out_of_shortage(run: RunConfig) -> str:
+    newest = next(iter(Checkpoints(Path(run.out_dir)).newest_first()), None)
+    how = f"{_how_to_continue(run)} goes on from {newest}" if newest else "start again"
+    return f"free some memory, and {how}"
 
 
 def _attempt(
@@ -271,6 +303,8 @@ def _begin(
 ) -> tuple[Learner, Progress]:
     """Put on the device what learns, as it was when the run was last saved, or new."""
     device.enter_thread()
+    # What is set up for the first sum must not be missing in the middle of a step.
+    ranks.sum_([torch.zeros(1, device=device.torch_device)])
     if fit.limit_bytes is not None:
         device.memory().limit(fit.limit_bytes)
     model.to(device.torch_device)

@@ -308,8 +308,9 @@ class _CudaMemory(DeviceMemory):
             return None
 
     def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        allowed = torch.cuda.get_per_process_memory_fraction(self._device) * total
+        return min(free + torch.cuda.memory_reserved(self._device), int(allowed))
 
     def retries(self) -> int:
         return torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
@@ -384,6 +385,7 @@ _OUT_OF_MEMORY_SIGNS = (
     "out of memory",
     "allocate memory",  # torch's CPU allocator
     "alloc_failed",  # cuBLAS
+    "cublascreate",  # which says only that it is not initialised
     "bad_alloc",
     "could not create a primitive",  # oneDNN, which does not say why
 )

@@ -23,9 +23,11 @@ from nanofit.terminal import InputError, compact, first_line
 from nanofit.undo import UpdateUndo
 
 OUT_OF_MEMORY = "out of memory"
+OUT_IN_UPDATE = "out of memory in an update"
 MIB = 2**20
 
 TIMED_STEPS = 5  # that tell the speed of a stage; the first of a stage does not count
+PAUSES_S = (1, 5, 20)  # before one sequence is tried again: other programs may give memory back
 QUIET_STEPS = 200  # without trouble, after which a smaller micro-batch may grow again
 WATCHED_STEPS = 20  # between looks at how memory and speed are
 MOST_RETRIES = 3  # of the allocator between two looks
@@ -42,6 +44,14 @@ class StagePlan:
     compile_after: int | None  # None: never
     recompute: str = "off"
     activation_memory_budget: float = 1.0
+
+
+class NoRoom(InputError):
+    """Not even one sequence at a time fits any more."""
+
+    def __init__(self, message: str, *, is_whole: bool = True):
+        super().__init__(message)
+        self.is_whole = is_whole  # what the run has learned; else an update was left half-way
 
 
 @dataclass
@@ -84,7 +94,9 @@ class Stages:
         self._times: list[float] = []  # of steps of this stage that were timed exactly
         self._eager_seconds: float | None = None  # of a step
         self._is_on_probation = False  # compiled, and not yet known to be faster
-        self._patience = QUIET_STEPS
+        self._compile_after = plan.compile_after
+        self._patience = _Patience()
+        self._pauses = 0  # since something succeeded
         self._regrow_at = self._regrow_evaluation_at = None
         self._regrown_size = self.size
 
@@ -108,7 +120,10 @@ class Stages:
     def run(
         self, step: int, attempt: Callable[[int], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Do a step, again and in smaller micro-batches if memory runs out."""
+        """Do a step, again and in smaller micro-batches if memory runs out.
+
+        NoRoom if they cannot be smaller.
+        """
         while True:
             try:
                 return self._timed(step, attempt)
@@ -119,12 +134,13 @@ class Stages:
             self.make_room()  # not before the error, and what it holds on to, is gone
             self._step_back(step, trouble)
 
-    def interrupted(self, step: int, reason: str) -> None:
+    def interrupted(self, step: int) -> None:
         """An update ran out of memory; once the run is put back, go on with more room."""
         self.make_room()
-        if self.size == 1:
-            raise InputError(f"memory ran out in the update of step {step}: {reason}")
-        self._shrink(step, "out of memory in an update")
+        if self.size > 1:
+            self._shrink(step, OUT_IN_UPDATE)
+        elif not self._pause(step):
+            raise self._no_room(f"in the update of step {step}", is_whole=False)
 
     def evaluate(self, step: int, attempt: Callable[[int], float]) -> float:
         """Evaluate, in smaller micro-batches if memory runs out; they have a size of their own."""
@@ -132,14 +148,17 @@ class Stages:
             self.evaluation_size, self._regrow_evaluation_at = self.size, None
         while True:
             try:
-                return attempt(self.evaluation_size)
+                loss = attempt(self.evaluation_size)
+                self._pauses = 0
+                return loss
             except Exception as error:
-                if not _is_lack_of_memory(error) or self.evaluation_size == 1:
+                if not _is_lack_of_memory(error):
                     raise
             self.make_room()
-            self.evaluation_size = self._smaller(self.evaluation_size)
-            self._regrow_evaluation_at = step + QUIET_STEPS
-            self._event(step, "evaluation shrunk", micro_batch=self.evaluation_size)
+            if self.evaluation_size > 1:
+                self._shrink_evaluation(step)
+            elif not self._pause(step):
+                raise self._no_room(f"in the evaluation at step {step}")
 
     def table(self) -> Iterator[str]:
         """What the run went through, a line for each stage."""
@@ -159,9 +178,15 @@ class Stages:
         largest = self._plan.compiled_size
         for size in dict.fromkeys((largest, min(largest, self._plan.eager_size, self.size))):
             self.make_room()
-            failure = self._try_compiled(next(micro_batches(size)))
+            failure = self._try_compiled(micro_batches(size))
             if not self._ranks.any(failure == OUT_OF_MEMORY):
                 break
+        else:
+            self.make_room()
+            self._compile_after = self._patience.until(step)
+            later = {"reason": OUT_OF_MEMORY, "next_try_step": self._compile_after}
+            self._event(step, "not compiled yet", **later)
+            return
         if self._ranks.any(failure is not None):
             self.make_room()
             self._give_up_compiling(step, failure or "it failed in another process")
@@ -169,15 +194,14 @@ class Stages:
         self._eager_seconds = self._step_seconds()
         self._is_on_probation = True
         reason = f"compiled in {time.monotonic() - started:.0f} s"
-        self._change(step, stage="compiled", size=size, reason=reason)
-        if size < largest:
-            self._regrow_later(step, largest)
+        self._change(step, stage="compiled", size=size, reason=reason, regrow_to=largest)
 
-    def _try_compiled(self, batch: MicroBatch) -> str | None:
+    def _try_compiled(self, micro_batches: Iterator[MicroBatch]) -> str | None:
         """Why the model cannot be compiled for such micro-batches, if it cannot."""
         model, plan, device = self._model, self._plan, self._device
         try:
             with self._ranks.all_or_none():
+                batch = next(micro_batches)
                 eager = measure(model, batch, device, rows=min(plan.eager_size, self.size))
                 compile_in_place(model, plan.activation_memory_budget)
                 compiled = measure(model, batch, device, rows=len(batch.idx))
@@ -191,9 +215,15 @@ class Stages:
         self._is_on_probation = False
         planned = self._plan.eager_size
         size = planned if self.stage == "compiled" else self.size
-        self._change(step, stage="eager for good", size=size, reason=reason)
-        if size < planned:
-            self._regrow_later(step, planned)
+        self._change(step, stage="eager for good", size=size, reason=reason, regrow_to=planned)
+
+    def _compile_again_later(self, step: int, reason: str) -> None:
+        """Go on in eager, which may compute again what a compiled model has to keep."""
+        uncompile(self._model, self._plan.recompute)
+        self._is_on_probation = False
+        self._compile_after = self._patience.until(step)
+        planned = self._plan.eager_size
+        self._change(step, stage="eager", size=self.size, reason=reason, regrow_to=planned)
 
     def _timed(self, step: int, attempt: Callable) -> tuple[Tensor, Tensor]:
         """Do a step and note its time: exactly, where that tells the speed of a stage."""
@@ -201,6 +231,7 @@ class Stages:
         started = self._now(is_exact)
         result = attempt(self.size)
         self._undo.forget()
+        self._pauses = 0
         seconds = self._now(is_exact) - started
         if is_exact:
             self._times.append(seconds)
@@ -214,7 +245,7 @@ class Stages:
         A run that is continued compiles at once if it did before, or else after a few eager steps
         that it can be compared with.
         """
-        after = self._plan.compile_after
+        after = self._compile_after
         if self.stage != "eager" or after is None or step < after:
             return False
         begun = self.rows[0].step
@@ -222,7 +253,7 @@ class Stages:
 
     def _is_last_eager(self, step: int) -> bool:
         """Whether compiled steps will be compared with this one."""
-        after = self._plan.compile_after
+        after = self._compile_after
         return self.stage == "eager" and after is not None and step >= after - TIMED_STEPS
 
     def _step_seconds(self) -> float | None:
@@ -258,29 +289,57 @@ class Stages:
 
     def _trouble(self, error: Exception) -> str | None:
         """Why a failed step is worth another try; None if it is not."""
-        if isinstance(error, UpdateInterrupted) and self._ranks.any(not self._undo.undo()):
-            return None
-        if isinstance(error, UpdateInterrupted) or _is_lack_of_memory(error):
-            can_shrink = self.size > 1 or self.stage == "compiled"
-            return OUT_OF_MEMORY if can_shrink else None
+        if isinstance(error, UpdateInterrupted):
+            return None if self._ranks.any(not self._undo.undo()) else OUT_IN_UPDATE
+        if _is_lack_of_memory(error):
+            return OUT_OF_MEMORY
         is_first_compiled = self.stage == "compiled" and not self._times
         return _told(error) if is_first_compiled else None
 
     def _step_back(self, step: int, trouble: str) -> None:
-        if self.size == 1 or self._ranks.any(trouble != OUT_OF_MEMORY):
+        if self._ranks.any(trouble not in (OUT_OF_MEMORY, OUT_IN_UPDATE)):
             self._give_up_compiling(step, trouble)
-        else:
+        elif self.size > 1:
             self._shrink(step, trouble)
+        elif self.stage == "compiled":
+            self._compile_again_later(step, trouble)
+        elif not self._pause(step):
+            raise self._no_room(f"at step {step}")
 
     def _shrink(self, step: int, reason: str) -> None:
-        """Go on in smaller micro-batches; try the old size again later, each time much later."""
+        """Go on in smaller micro-batches; try the old size again later."""
         largest = self.size if self._regrow_at is None else self._regrown_size
-        self._change(step, size=self._smaller(self.size), reason=reason)
-        self._regrow_later(step, largest)
+        self._change(step, size=self._smaller(self.size), reason=reason, regrow_to=largest)
 
-    def _regrow_later(self, step: int, size: int) -> None:
-        self._regrown_size, self._regrow_at = size, step + self._patience
-        self._patience *= 2
+    def _shrink_evaluation(self, step: int) -> None:
+        self.evaluation_size = self._smaller(self.evaluation_size)
+        self._regrow_evaluation_at = step + QUIET_STEPS
+        later = {"reason": OUT_OF_MEMORY, "next_try_step": self._regrow_evaluation_at}
+        self._event(step, "evaluation shrunk", micro_batch=self.evaluation_size, **later)
+
+    def _pause(self, step: int) -> bool:
+        """Wait for other programs, where there are any; False if that was done often enough."""
+        if self._memory.free_bytes() is None or self._pauses == len(PAUSES_S):
+            return False
+        pause_s = PAUSES_S[self._pauses]
+        self._pauses += 1
+        if self._regrow_at is not None:
+            self._regrow_at = self._patience.until(step)
+        self._event(step, "waiting for memory", pause_seconds=pause_s, reason=OUT_OF_MEMORY)
+        time.sleep(pause_s)
+        return True
+
+    def _no_room(self, where: str, *, is_whole: bool = True) -> NoRoom:
+        said, free_bytes = f"out of memory {where}, with one sequence at a time", self._free_bytes()
+        if free_bytes is not None:
+            said += f", which takes more than the {free_bytes / MIB:,.0f} MiB to be had"
+        return NoRoom(said, is_whole=is_whole)
+
+    def _free_bytes(self) -> int | None:
+        """What the process with the least memory could use."""
+        free_bytes = self._memory.free_bytes()
+        least = self._ranks.least(-1 if free_bytes is None else free_bytes)
+        return least if least >= 0 else None
 
     def _smaller(self, size: int) -> int:
         return max((one for one in self._sizes if one < size), default=1)
@@ -291,23 +350,52 @@ class Stages:
         gc.collect()
         self._memory.release()
 
-    def _change(self, step: int, *, size: int, reason: str, stage: str | None = None) -> None:
+    def _change(
+        self,
+        step: int,
+        *,
+        size: int,
+        reason: str,
+        stage: str | None = None,
+        regrow_to: int | None = None,
+    ) -> None:
         self.stage, self.size = stage or self.stage, self._ranks.least(size)
         # What the trial of a stage evaluated fits; and another size would be compiled once more.
         is_as_large = stage or self._regrow_evaluation_at is None
         self.evaluation_size = self.size if is_as_large else min(self.evaluation_size, self.size)
         self._regrow_at = None
+        if regrow_to is not None and regrow_to > self.size:
+            self._regrown_size, self._regrow_at = regrow_to, self._patience.until(step)
         self._times = []
         self._watch = _Watch(self._memory, is_timed=self._device.type == "cuda")
         self._memory.release()  # else what is kept of a larger stage would be this one's peak
         self._memory.forget_peak()
         passes = -(-self._sizes[-1] // self.size)
         self.rows.append(StageRow(step, self.stage, self.size, passes, reason))
-        self._event(step, "stage", **self._state(), reason=reason)
+        later = {"next_try_step": self._regrow_at} if self._regrow_at is not None else {}
+        self._event(step, "stage", **self._state(), reason=reason, **later)
 
     def _state(self) -> dict[str, Any]:
         row = self.rows[-1]
         return {"now": row.stage, "micro_batch": row.micro_batch, "passes": row.passes}
+
+
+class _Patience:
+    """How long to wait, after memory ran out, before as much as before is asked for again.
+
+    Twice as long as the last time if that was in vain.
+    """
+
+    def __init__(self):
+        self._steps, self._until = QUIET_STEPS, None
+
+    def until(self, step: int) -> int:
+        """The step to wait for now that memory has run out at `step`."""
+        if self._until is not None and step >= self._until:  # else it is the same shortage still
+            was_in_vain = step - self._until < self._steps  # for what it got did not last as long
+            self._steps = 2 * self._steps if was_in_vain else QUIET_STEPS
+        self._until = step + self._steps
+        return self._until
 
 
 class _Watch:

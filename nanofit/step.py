@@ -30,8 +30,8 @@ def train_step(
     Nothing here waits for the device. Dropout depends on `seed` alone.
     """
     torch.manual_seed(seed)
-    loss = torch.zeros((), device=device.torch_device)
     with ranks.all_or_none():
+        loss = torch.zeros((), device=device.torch_device)
         for idx, targets, share in micro_batches:
             with device.autocast():
                 part = model(idx, targets) * share
@@ -88,11 +88,11 @@ def evaluate(
             for idx, targets, share in micro_batches:
                 with device.autocast():
                     parts.append(model(idx, targets) * share)
+            # A process may have none: there can be more processes than sequences.
+            loss = torch.zeros((), dtype=torch.float64)
+            if parts:
+                loss += torch.stack(parts).cpu().double().sum()
     finally:
         model.train()
-    # A process may have none: there can be more processes than sequences.
-    loss = (
-        torch.stack(parts).cpu().double().sum() if parts else torch.zeros((), dtype=torch.float64)
-    )
     ranks.sum_([loss])
     return loss.item()

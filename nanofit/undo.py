@@ -18,6 +18,7 @@ class UpdateUndo:
 
     def __init__(self, optimizer: Optimizer, memory: DeviceMemory):
         self._optimizer, self._memory = optimizer, memory
+        self._has_begun = False
         self._copies: list[tuple[Tensor, Tensor]] | None = None
         self._known: set[Tensor] = set()  # parameters that had moments
         self._options: list[dict[str, Any]] = []
@@ -26,9 +27,13 @@ class UpdateUndo:
     @torch.no_grad()
     def undo(self) -> bool:
         """Put everything back as it was before the update; False if that is not possible."""
-        if self._copies is None:
+        if not self._has_begun:
+            return True
+        copies = self._copies
+        self.forget()
+        if copies is None:
             return False
-        for tensor, copy in self._copies:
+        for tensor, copy in copies:
             tensor.copy_(copy)
         for parameter in set(self._optimizer.state) - self._known:
             del self._optimizer.state[parameter]
@@ -36,15 +41,15 @@ class UpdateUndo:
             group.update(options)
             for new in group.keys() - options.keys() - {"params"}:
                 del group[new]
-        self.forget()
         return True
 
     def forget(self) -> None:
         """The update is done."""
-        self._copies = None
+        self._has_begun, self._copies = False, None
 
     @torch.no_grad()
     def _remember(self, *_: Any) -> None:
+        self._has_begun = True
         changed = self._changed() if self._memory.can_run_out() else []
         size_bytes = sum(tensor.nbytes for tensor in changed)
         if not changed or size_bytes > self._memory.vacated_bytes():

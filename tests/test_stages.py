@@ -13,7 +13,7 @@ from nanofit.device import Device, describe_device
 from nanofit.dist import Ranks
 from nanofit.loader import MicroBatch
 from nanofit.optim import build_optimizer
-from nanofit.stages import StagePlan, Stages
+from nanofit.stages import NoRoom, StagePlan, Stages
 from nanofit.step import UpdateInterrupted, evaluate, train_step
 from nanofit.trace import MemoryBudget
 from nanofit.undo import UpdateUndo
@@ -194,6 +194,39 @@ def test_growing_again_too_early_costs_one_attempt_and_then_waits_longer(monkeyp
     assert run.sizes == [12, 12, 6, 6, 12, 6, 6, 6, 6, 12, 6]
 
 
+def test_shortage_that_shrinks_often_is_waited_for_once(monkeypatch):
+    monkeypatch.setattr(module, "QUIET_STEPS", 3)
+    run = Run(StagePlan(12, 12, None))
+    run.learn(0)
+    with MemoryBudget(memory_needed(2) + 1000) as budget:
+        budget.adopt(everything(run))
+        run.learn(1)
+    for step in range(2, 6):
+        run.learn(step)
+    assert run.sizes == [12, 12, 6, 4, 3, 2, 2, 2, 12, 12]
+    assert [event["next_try_step"] for event in run.changes()[:-1]] == [4] * 4
+
+
+def test_shortage_after_a_long_quiet_time_is_waited_for_as_the_first(monkeypatch):
+    monkeypatch.setattr(module, "QUIET_STEPS", 2)
+    run = Run(StagePlan(12, 12, None))
+    run.learn(0)
+    for short, quiet in ((range(1, 4), range(4, 12)), (range(12, 13), range(13, 15))):
+        with MemoryBudget(memory_needed(6) + 1000) as budget:
+            budget.adopt(everything(run))
+            for step in short:
+                run.learn(step)
+        for step in quiet:
+            run.learn(step)
+    shrunk = [event for event in run.changes() if event["micro_batch"] == 6]
+    # In vain at 3, so twice as long; from 7 on it lasted.
+    assert [(event["step"], event["next_try_step"]) for event in shrunk] == [
+        (1, 3),
+        (3, 7),
+        (12, 14),
+    ]
+
+
 @pytest.fixture
 def _memory_can_run_out():
     """As far as a run can tell: the limit is never met."""
@@ -243,12 +276,35 @@ def test_interrupted_update_is_not_repeated_on_top_of_itself():
     assert run.sizes == [12]
 
 
-def test_no_room_for_one_sequence_is_an_error():
-    run = Run(StagePlan(1, 1, None))
-    run.learn(0)
-    with MemoryBudget(1000) as budget, pytest.raises(torch.OutOfMemoryError):
-        budget.limit_bytes = 1000
+def test_no_room_for_one_sequence_is_told_in_a_line_and_leaves_the_run_as_it_was():
+    run = Run(StagePlan(2, 2, None))
+    losses = [run.learn(0)]
+    with MemoryBudget(1000), pytest.raises(NoRoom, match="out of memory at step 1") as raised:
         run.learn(1)
+    assert raised.value.is_whole
+    losses += [run.learn(1), run.learn(2)]
+    assert run.sizes == [2, 2, 1, 1, 1]
+    assert losses == pytest.approx(undisturbed(3), abs=1e-6)
+
+
+def test_no_room_to_evaluate_one_sequence_is_told_in_a_line():
+    run = Run(StagePlan(2, 2, None))
+
+    def attempt(size):
+        with MemoryBudget(1000):
+            return evaluate(run.model, micro_batches(0, size), device=DEVICE, ranks=Ranks())
+
+    with pytest.raises(NoRoom, match="in the evaluation at step 3") as raised:
+        run.stages.evaluate(3, attempt)
+    assert raised.value.is_whole
+    assert run.model.training
+
+
+def test_no_room_for_an_update_tells_that_the_weights_are_not_whole():
+    run = Run(StagePlan(1, 1, None))
+    with pytest.raises(NoRoom, match="in the update of step 4") as raised:
+        run.stages.interrupted(4)
+    assert not raised.value.is_whole
 
 
 def test_errors_that_are_not_about_memory_are_not_swallowed():
@@ -439,6 +495,57 @@ def test_compiling_where_memory_is_scarce_keeps_the_size_that_fits(monkeypatch):
     assert run.sizes == [12, 12, 12, 6, 6, 6, 6]
     assert run.stages.stage == "compiled"
     assert losses == pytest.approx(undisturbed(6), abs=1e-6)
+
+
+def test_memory_lost_while_compiling_puts_it_off(monkeypatch):
+    monkeypatch.setattr(module, "QUIET_STEPS", 3)
+    run, limit_bytes = Run(StagePlan(12, 12, compile_after=2)), [0]
+
+    def compile_greedily(**_):
+        def forward(idx, targets):
+            if limit_bytes:
+                raise torch.OutOfMemoryError("no room")
+            return GPT.forward(run.model, idx, targets)
+
+        run.model._compiled_call_impl = forward
+
+    monkeypatch.setattr(run.model, "compile", compile_greedily)
+    losses = [run.learn(step) for step in range(3)]
+    limit_bytes.clear()
+    losses += [run.learn(step) for step in range(3, 7)]
+    postponed = [event for event in run.events if event["name"] == "not compiled yet"]
+    assert [(event["step"], event["next_try_step"]) for event in postponed] == [(2, 5)]
+    assert [(event["step"], event["now"]) for event in run.changes()] == [(5, "compiled")]
+    assert run.sizes == [12] * 7
+    assert losses == pytest.approx(undisturbed(7), abs=1e-6)
+
+
+def test_compiled_step_without_room_for_one_sequence_goes_on_in_eager_for_a_while(monkeypatch):
+    monkeypatch.setattr(module, "QUIET_STEPS", 3)
+    run, is_short = Run(StagePlan(2, 2, compile_after=1)), []
+
+    def compile_greedily(**_):
+        def forward(idx, targets):
+            if is_short:
+                raise torch.OutOfMemoryError("no room")
+            return GPT.forward(run.model, idx, targets)
+
+        run.model._compiled_call_impl = forward
+
+    monkeypatch.setattr(run.model, "compile", compile_greedily)
+    losses = [run.learn(0), run.learn(1)]
+    is_short.append(True)
+    losses.append(run.learn(2))
+    is_short.clear()
+    losses += [run.learn(step) for step in range(3, 7)]
+    assert run.sizes == [2, 2, 2, 1, 1, 1, 1, 2, 2]
+    assert [event["now"] for event in run.changes()] == [
+        "compiled",
+        "compiled",
+        "eager",
+        "compiled",
+    ]
+    assert losses == pytest.approx(undisturbed(7), abs=1e-6)
 
 
 def test_compile_off_never_tries():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PROJECT, TINY_MODEL, read_metrics
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
@@ -23,6 +24,7 @@ from nanofit.device import describe_device
 from nanofit.dist import Ranks
 from nanofit.loader import TrainSequences, open_bins
 from nanofit.stop import watch_for_stop
+from nanofit.terminal import InputError
 
 HALF_WAY = 7
 
@@ -628,6 +630,32 @@ def test_update_that_runs_out_of_memory_goes_back_and_repeats_the_curve(
         hook.remove()
     assert curve(out) == pytest.approx(curve(expected), abs=2e-6)
     assert "out of memory in an update" in text_of(out / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("lost_in", ["step", "evaluation"])
+def test_run_without_room_is_saved_and_goes_on_with_the_same_curve(
+    tiny_run, tiny_dataset, tmp_path, lost_in
+):
+    expected, out = tmp_path / "expected", tmp_path / "out"
+    flags = ["--eval_interval=3", "--save_interval=100", "--max_iters=6"]
+    assert tiny_run(*flags, out_dir=expected).returncode == 0
+    words = [*TINY_MODEL, f"--dataset={tiny_dataset}", f"--out_dir={out}", *flags]
+
+    def fail_from_step_3_on(module, _):
+        is_meant = module.training == (lost_in == "step")
+        if is_meant and '"step": 2,' in text_of(out / "metrics.jsonl"):
+            raise torch.OutOfMemoryError("no room")
+
+    hook = register_module_forward_pre_hook(fail_from_step_3_on)
+    where = "at step 3" if lost_in == "step" else "in the evaluation at step 3"
+    told = f"out of memory {where}, with one sequence .* goes on from {out}/ckpt-00000003.pt"
+    try:
+        with pytest.raises(InputError, match=told), watch_for_stop() as stop:
+            train.train(*load_config(words), Ranks(), stop)
+    finally:
+        hook.remove()
+    assert tiny_run(*flags, out_dir=out).returncode == 0
+    assert curve(out) == pytest.approx(curve(expected), abs=2e-6)
 
 
 def crash_after(step: int, tiny_run, flags: list[str], out: Path, processes: int = 1) -> None:

@@ -162,12 +162,16 @@ void card_enter(int device) {
 
 int card_entered(int device) { return entered[device]; }
 
+// What other programs use for a moment, they give back after so many refusals; 0: never.
+static int refusals_left;
+
 int card_take(int device, size_t bytes) {
   card();
   pthread_mutex_lock(&lock);
   enter_locked(device);
   int fits = card_used(device) + bytes <= the_card.total_bytes;
   if (fits) count(device, bytes);
+  else if (refusals_left && !--refusals_left) state->others[device] = 0;
   pthread_mutex_unlock(&lock);
   return fits;
 }
@@ -273,7 +277,17 @@ static void follow(const char *plan, void (*apply)(const char *value)) {
   if (due) apply(due);
 }
 
-static void others_take(const char *mib) { state->others[card_current] = strtoull(mib, 0, 10) * MIB; }
+// "MIB", "MIB*REFUSALS" for a moment, either followed by "@DEVICE" if not by whoever launches.
+static void others_take(const char *value) {
+  static const char *begun;
+  char *end;
+  size_t mib = strtoull(value, &end, 10);
+  int refusals = *end == '*' ? strtol(end + 1, &end, 10) : 0;
+  if (value == begun || (*end == '@' && atoi(end + 1) != card_current)) return;
+  begun = value;
+  state->others[card_current] = mib * MIB;
+  refusals_left = refusals;
+}
 
 void card_launched(const char *name, const void *function) {
   card();

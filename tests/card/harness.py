@@ -105,7 +105,8 @@ class CardWithoutGpu:
 
         `scalars` and `others_after` are "launches:value,...": what numbers read back are said to
         be, and how many MiB other programs come to use, once the script has launched so many
-        kernels.
+        kernels. "MIB*N" are used for a moment: until N allocations have been refused. "MIB@D" or
+        "MIB*N@D" are used of device D, by the launches of the process that computes there.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         state, calls = self.folder / "state", self.folder / "calls"

@@ -74,6 +74,22 @@ say(free=torch.cuda.mem_get_info()[0])
     assert before["free"] - after["free"] == (4000 + 2) * MIB
 
 
+def test_other_programs_take_memory_for_a_moment(python):
+    code = """
+x = torch.zeros(8, device="cuda")
+refused = 0
+for _ in range(5):
+    try:
+        torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        refused += 1
+say(refused=refused, free=torch.cuda.mem_get_info()[0])
+"""
+    # torch asks once more when it has given back what it kept.
+    [seen], _ = python(code, others_after="1:12282*4")
+    assert seen == {"refused": 2, "free": (12282 - CONTEXT_MIB - 1024 - 2) * MIB}
+
+
 def test_copies_copy_and_kernels_do_nothing(python):
     code = """
 there = torch.arange(1000).cuda()
