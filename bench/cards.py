@@ -22,6 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
 from nanofit.config import PROJECT, load_config
 from nanofit.device import describe_device
 from nanofit.dist import Ranks
@@ -114,6 +116,7 @@ def _fit_here(config: Path, *, compiled: bool) -> Iterator[dict[str, Any]]:
             dtype=device.precision,
             loss=run.loss,
             compiled=stage is fit.compiled,
+            has_flash=device.has_flash,
             **asdict(fit.savers),
         )
         yield {
@@ -129,6 +132,7 @@ def _fit_here(config: Path, *, compiled: bool) -> Iterator[dict[str, Any]]:
 
 
 def _trial_here(setup: Setup, size: int, *, device: str, limit_bytes: int | None) -> TrialResult:
+    torch.cuda.set_per_process_memory_fraction(1.0)  # whatever the last trial was allowed
     result = trial_here(setup, size, device=device, limit_bytes=limit_bytes)
     gc.collect()
     return result
