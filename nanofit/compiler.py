@@ -1,5 +1,6 @@
 """Compile a model in place, compare what it computes, and undo it."""
 
+import logging
 import math
 
 import torch
@@ -26,8 +27,14 @@ def compile_in_place(model: GPT, activation_memory_budget: float = 1.0) -> None:
     torch._inductor.config.joint_custom_pre_pass = _KeepLoss()
     # Beyond its limit torch goes back to eager without a word; a run may see many micro-batches.
     torch._dynamo.config.recompile_limit = MOST_SHAPES
+    # It says of every consumer card that it is too small for a mode that nobody asked for.
+    logging.getLogger("torch._inductor.utils").addFilter(_is_about_us)
     model.recompute = "off"
     model.compile(dynamic=False)
+
+
+def _is_about_us(record: logging.LogRecord) -> bool:
+    return "max_autotune_gemm" not in record.getMessage()
 
 
 def keep_loss(graph: fx.Graph) -> None:

@@ -76,9 +76,9 @@ def tokens(tmp_path_factory) -> Path:
 def train(card, tokens):
     """Run train.py in a small shape: train("--dtype=float16", on=card("RTX 2060"))."""
 
-    def run(*words: str, on: CardWithoutGpu | None = None, small: bool = True, **options):
+    def run(*words: str, on: CardWithoutGpu | None = None, **options):
         on = on or card()
         flags = [f"--dataset={tokens}", f"--out_dir={on.folder / 'out'}"]
-        return on.run("train.py", *(SMALL if small else []), *flags, *words, **options)
+        return on.run("train.py", *SMALL, *flags, *words, **options)
 
     return run

@@ -23,6 +23,10 @@ KNOWN_CALLS = frozenset(Path(__file__).with_name("known_calls.txt").read_text().
 CONTEXT_MIB = 420  # of a process on an RTX 4070
 MIB = 2**20
 
+_COVERAGE = {  # which makes Python, and so the compiler, much slower
+    "COVERAGE_PROCESS_START": PROJECT / "tests/card/coverage.ini",
+    "COVERAGE_FILE": VENV / "coverage/data",
+}
 _MOST_DEVICES = 8
 _PROCESS = np.dtype(  # as in card.c
     [
@@ -99,6 +103,7 @@ class CardWithoutGpu:
         scalars: str = "0:2.0",
         others_after: str = "",
         trace: Path | None = None,
+        is_covered: bool = False,
         **environment: str,
     ) -> Iterator["Started"]:
         """Start a script, which is killed with all its children when the context is left.
@@ -121,6 +126,7 @@ class CardWithoutGpu:
             "CARD_OTHERS_AFTER": others_after,
             "CARD_SCRIPT": Path(script).name,
             **({"CARD_TRACE": trace} if trace else {}),
+            **(_COVERAGE if is_covered else {}),
             **environment,
         }
         process = subprocess.Popen(
@@ -155,8 +161,7 @@ class CardWithoutGpu:
             "XDG_CACHE_HOME": _cache(self.folder),
             "TORCHINDUCTOR_CACHE_DIR": VENV / "cache/inductor",
             "TRITON_CACHE_DIR": VENV / "cache/triton",
-            "COVERAGE_PROCESS_START": PROJECT / "tests/card/coverage.ini",
-            "COVERAGE_FILE": VENV / "coverage/data",
+            "TORCHINDUCTOR_COMPILE_THREADS": 1,  # small graphs are compiled sooner than workers start
         }
         own = {name: str(value) for name, value in {**described, **settings}.items()}
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -13,8 +13,8 @@ from tests.card.harness import CONTEXT_MIB, MIB, PROJECT
 CONFIGS = sorted(PROJECT.glob("config/*.py"))
 # The width, precision and batch of the config, in one layer and few steps.
 SHORTENED = (
-    "--n_layer=1 --max_iters=40 --warmup_iters=1 --compile=True --compile_after=8 "
-    "--eval_interval=20 --eval_iters=2 --log_interval=1 --wandb_log=False"
+    "--n_layer=1 --max_iters=16 --warmup_iters=1 --compile=True --compile_after=7 "
+    "--eval_interval=16 --eval_iters=2 --log_interval=1 --wandb_log=False"
 ).split()
 
 
@@ -34,9 +34,9 @@ def test_config_fits_trains_compiles_stops_and_resumes(card, tokens, config: Pat
     resumed = on.run("train.py", *flags)
     assert resumed.code == 0, resumed
     assert resumed.errors == ""
-    assert resumed.steps() == list(range(40))
-    assert [event["reason"] for event in resumed.events("stage")][-1].startswith("compiled in")
-    assert {record["step"] for record in resumed.records("eval")} == {20, 40}
+    assert resumed.steps() == list(range(16))
+    assert [event["now"] for event in resumed.events("stage")][:2] == ["eager", "compiled"]
+    assert {record["step"] for record in resumed.records("eval")} == {16}
     assert len(resumed.events("resumed")) == 1
     assert_within_limit(stopped)
 
@@ -56,7 +56,7 @@ def test_precision_is_what_was_asked_for(train, dtype):
     assert run.code == 0, run
     assert f", {dtype}\n" in run.output
     assert run.steps() == list(range(8))
-    assert run.events("stage")[-1]["now"] == "compiled"
+    assert run.events("stage")[1]["now"] == "compiled"
 
 
 def test_card_without_bfloat16_takes_float16_and_says_so(card, train):
