@@ -26,8 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "covered: what it executes of the product is noted")
+
+
 @pytest.fixture
-def card(tmp_path) -> Callable[..., CardWithoutGpu]:
+def card(tmp_path, request) -> Callable[..., CardWithoutGpu]:
     """A card: card(name="RTX 4070", memory=12282, others=600, devices=2).run("train.py", ...)."""
 
     def make(
@@ -39,7 +43,8 @@ def card(tmp_path) -> Callable[..., CardWithoutGpu]:
         capability: str | None = None,
         folder: Path = tmp_path,
     ) -> CardWithoutGpu:
-        return CardWithoutGpu(folder, name, memory, others, devices, capability)
+        is_covered = request.node.get_closest_marker("covered") is not None
+        return CardWithoutGpu(folder, name, memory, others, devices, capability, is_covered)
 
     return make
 

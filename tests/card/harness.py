@@ -85,6 +85,7 @@ class CardWithoutGpu:
     others_mib: int = 0
     devices: int = 1
     capability: str | None = None
+    is_covered: bool = False  # whether the lines that scripts execute are noted
 
     def run(self, *command: str | Path, timeout_s: float = 600, **options: Any) -> Run:
         """Run a script of the project to its end."""
@@ -103,7 +104,6 @@ class CardWithoutGpu:
         scalars: str = "0:2.0",
         others_after: str = "",
         trace: Path | None = None,
-        is_covered: bool = False,
         **environment: str,
     ) -> Iterator["Started"]:
         """Start a script, which is killed with all its children when the context is left.
@@ -126,7 +126,7 @@ class CardWithoutGpu:
             "CARD_OTHERS_AFTER": others_after,
             "CARD_SCRIPT": Path(script).name,
             **({"CARD_TRACE": trace} if trace else {}),
-            **(_COVERAGE if is_covered else {}),
+            **(_COVERAGE if self.is_covered else {}),
             **environment,
         }
         process = subprocess.Popen(
@@ -161,7 +161,7 @@ class CardWithoutGpu:
             "XDG_CACHE_HOME": _cache(self.folder),
             "TORCHINDUCTOR_CACHE_DIR": VENV / "cache/inductor",
             "TRITON_CACHE_DIR": VENV / "cache/triton",
-            "TORCHINDUCTOR_COMPILE_THREADS": 1,  # small graphs are compiled sooner than workers start
+            "TORCHINDUCTOR_COMPILE_THREADS": 1,  # workers take longer to start than this
         }
         own = {name: str(value) for name, value in {**described, **settings}.items()}
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

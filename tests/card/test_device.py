@@ -4,6 +4,7 @@ import pytest
 
 from tests.card.harness import CONTEXT_MIB, MIB, PROJECT, set_others
 
+pytestmark = pytest.mark.covered
 DESCRIBE = "from nanofit.device import describe_device\n"
 
 

@@ -7,6 +7,8 @@ import pytest
 from tests.card.conftest import SMALL
 from tests.card.harness import CONTEXT_MIB, MIB
 
+pytestmark = pytest.mark.covered
+
 
 @pytest.fixture
 def flags(tokens):

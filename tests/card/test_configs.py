@@ -1,0 +1,47 @@
+"""Every config on a card, as its user runs it, is stopped and continued."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.card.harness import CONTEXT_MIB, MIB, PROJECT
+
+CONFIGS = sorted(PROJECT.glob("config/*.py"))
+# The width, precision and batch of the config, in one layer and few steps.
+SHORTENED = (
+    "--n_layer=1 --max_iters=16 --warmup_iters=1 --compile=True --compile_after=7 "
+    "--eval_interval=16 --eval_iters=2 --log_interval=1 --wandb_log=False"
+).split()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_config_fits_trains_compiles_stops_and_resumes(card, tokens, config: Path):
+    on = card()
+    flags = [config, *SHORTENED, f"--dataset={tokens}", f"--out_dir={on.folder / 'out'}"]
+    with on.start("train.py", *flags) as started:
+        lines = started.wait_for("now compiled")
+        started.process.send_signal(signal.SIGTERM)
+        output, errors = started.process.communicate(timeout=120)
+        stopped = started.result("".join(lines) + output, errors)
+    assert stopped.code == 0, stopped
+    assert "stopped on request; the same command continues the run" in stopped.output
+    assert stopped.errors == ""
+
+    resumed = on.run("train.py", *flags)
+    assert resumed.code == 0, resumed
+    assert resumed.errors == ""
+    assert resumed.steps() == list(range(16))
+    assert [event["now"] for event in resumed.events("stage")][:2] == ["eager", "compiled"]
+    assert {record["step"] for record in resumed.records("eval")} == {16}
+    assert len(resumed.events("resumed")) == 1
+    assert_within_limit(stopped)
+
+
+def assert_within_limit(run) -> None:
+    """By the driver's count, no process had more than the limit and its context."""
+    [begun] = run.events("started")
+    assert run.peak_bytes <= (begun["limit_mib"] + CONTEXT_MIB) * MIB
+    # And the driver's count of the run itself is torch's.
+    told = max(event["peak_mib"] for event in run.events("stage measured"))
+    assert told <= run.peak_bytes / MIB - CONTEXT_MIB
