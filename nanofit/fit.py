@@ -200,9 +200,7 @@ class _Fitter:
         if not limits:
             raise InputError(f"{self._name} has no free memory; end what uses it, or wait")
         if look.context_bytes:
-            library_bytes = (
-                look.used_bytes + look.library_bytes
-            )  # within torch's memory and outside
+            library_bytes = look.used_bytes + look.library_bytes  # in torch's memory and outside
             remember_overhead(self._device.name, look.context_bytes, library_bytes)
         # What is free changes all the time: a fit is for a class of it, so it can be remembered.
         is_given = self._run.memory_limit is not None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 
 def full_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -126,6 +126,15 @@ def _flops(hidden_shape, weight_shape, targets_shape, dtype, with_gradients, **_
     """For FLOP counters, which do not look into the op."""
     products = 3 if with_gradients else 1
     return products * 2 * hidden_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+def _flops_of_addmm(total, left, right, *dtype, **shapes) -> int:
+    """torch's own formula does not expect that a product may be told in which dtype to add up."""
+    return _TORCHS_ADDMM(total, left, right, **shapes)
+
+
+_TORCHS_ADDMM = flop_registry[torch.ops.aten.addmm]
+flop_registry[torch.ops.aten.addmm] = _flops_of_addmm
 
 
 def _to_gradient_(logits: Tensor, targets: Tensor, losses: Tensor) -> None:

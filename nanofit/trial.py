@@ -83,8 +83,9 @@ def run_trial(
         raise KeyboardInterrupt
     # Whoever has answered has done its work: torch may still abort when a process ends, where a
     # thread of autograd's waits for an interpreter that is already going.
-    if (answer := done.stdout.rpartition(_ANSWER)[2]) != done.stdout:
-        return TrialResult(**json.loads(answer))
+    for line in done.stdout.splitlines():
+        if line.startswith(_ANSWER):
+            return TrialResult(**json.loads(line.removeprefix(_ANSWER)))
     if done.returncode < 0:
         return TrialResult(is_too_large=True, reason=f"killed by signal {-done.returncode}")
     said = [line for line in done.stderr.splitlines() if line.strip()]

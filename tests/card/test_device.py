@@ -37,6 +37,23 @@ def test_thread_enters_the_card_of_its_rank(card, python):
     assert run.processes["peak"][:, :2].tolist() == [[0, CONTEXT_MIB * MIB]]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forecast_leaves_the_card_alone(python, compiled):
+    code = (
+        DESCRIBE
+        + f"""
+from model import GPTConfig
+from nanofit.memory import Setup, simulate
+describe_device("cuda")
+shape = GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=128, vocab_size=512)
+say(peak=simulate(Setup(shape, compiled={compiled}), 8).peak_bytes)
+"""
+    )
+    [seen], run = python(code)
+    assert seen["peak"] > 0
+    assert len(run.processes) == 0
+
+
 @pytest.mark.parametrize("capability", ["8.9", "7.5"])
 def test_bfloat16_is_taken_only_where_there_is_any(card, python, capability):
     code = DESCRIBE + 'd = describe_device("cuda", "bfloat16"); say(dtype=d.precision, note=d.note)'
