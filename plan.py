@@ -330,8 +330,8 @@ def _measure(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Speed:
     """The speed of this machine, by real training steps on random tokens."""
     device = describe_device(run.device, run.dtype)
     print(f"trying some real steps on {device.name} ...", file=sys.stderr)
-    model = GPT(shape, loss=run.loss).to(device.torch_device)
     try:
+        model = GPT(shape, loss=run.loss).to(device.torch_device)
         tokens_per_s, sequences = _try_steps(model, learn, device)
     except RuntimeError as error:
         if is_out_of_memory(error):

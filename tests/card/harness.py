@@ -26,6 +26,7 @@ MIB = 2**20
 _COVERAGE = {  # which makes Python, and so the compiler, much slower
     "COVERAGE_PROCESS_START": PROJECT / "tests/card/coverage.ini",
     "COVERAGE_FILE": VENV / "coverage/data",
+    "CARD_PROJECT": PROJECT,
 }
 _MOST_DEVICES = 8
 _PROCESS = np.dtype(  # as in card.c

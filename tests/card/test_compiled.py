@@ -9,6 +9,7 @@ import pytest
 
 from tests.card.harness import PROJECT, CardWithoutGpu, Run
 
+pytestmark = pytest.mark.slow
 CONFIG = "train_fineweb.py"
 OTHER_CONFIGS = ["demo.py", "train_small_30m.py", "train_gpt2_124m.py", "train_gpt2_medium_4070.py"]
 CARDS = {

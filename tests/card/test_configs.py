@@ -7,6 +7,7 @@ import pytest
 
 from tests.card.harness import CONTEXT_MIB, MIB, PROJECT
 
+pytestmark = pytest.mark.slow
 CONFIGS = sorted(PROJECT.glob("config/*.py"))
 # The width, precision and batch of the config, in one layer and few steps.
 SHORTENED = (

@@ -145,3 +145,10 @@ say(**{key: value for key, value in os.environ.items() if key.endswith("_ALLOC_C
     asked = {name: "max_split_size_mb:64"} if name else {}
     [seen], _ = python(code, **asked)
     assert seen == (asked or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_lines_for_a_cpu_are_executed_by_the_same_build(card):
+    run = card(devices=0).run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", PROJECT / "tests/test_device.py"
+    )
+    assert run.code == 0, run

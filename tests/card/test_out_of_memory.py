@@ -13,6 +13,7 @@ import pytest
 
 from tests.card.harness import Run
 
+pytestmark = pytest.mark.slow
 WITHOUT_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 STEPS, SIZE = 280, 4
 FLAGS = (
