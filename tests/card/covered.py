@@ -3,8 +3,8 @@
     python tests/card/covered.py .venv-cuda/coverage
 
 That is every line of nanofit/device.py but those for devices that tell nothing of their memory, as
-Apple's, and every condition elsewhere that asks for CUDA, with both of its outcomes. Exits with 1 if
-any is missing.
+Apple's, and every condition elsewhere that asks for CUDA, with both of its outcomes. Exits with 1
+if any is missing.
 """
 
 import ast
