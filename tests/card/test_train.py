@@ -128,7 +128,7 @@ def test_evaluation_alone_leaves_the_run_as_it_is(train):
     assert {path: path.read_bytes() for path in done.out_dir.iterdir()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.unproven
 def test_weights_of_nanogpt_are_the_beginning(card, train, tmp_path):
     shape = dict(n_layer=1, n_head=2, n_embd=64, block_size=128, vocab_size=50304)
     model = GPT(GPTConfig(**shape))
@@ -144,7 +144,7 @@ def test_weights_of_nanogpt_are_the_beginning(card, train, tmp_path):
         assert torch.equal(checkpoint["model"][name], value), name
 
 
-@pytest.mark.slow
+@pytest.mark.unproven
 def test_nothing_fits_in_one_line(card, train):
     run = train("--n_layer=12", "--n_embd=768", on=card(memory=2200))
     assert run.code == 2
@@ -152,7 +152,7 @@ def test_nothing_fits_in_one_line(card, train):
     assert "would need" in run.errors
 
 
-@pytest.mark.slow
+@pytest.mark.unproven
 def test_cpu_is_used_on_request(train):
     run = train("--device=cpu", "--compile=False", "--memory_limit=3GB", "--max_iters=2")
     assert run.code == 0, run
