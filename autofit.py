@@ -6,8 +6,9 @@
     python autofit.py config/train_small_30m.py --explain --gpu "RTX 4070" --png memory.png
 
 Without --explain the fit is found by trials on this machine, as train.py does by itself. To explain
-needs no GPU: a step is simulated, tensor by tensor, in a minute or two the first time; results are
-kept. Every setting of train.py can be given as well: --block_size=512.
+needs no GPU: the tensors of a step are written down. --simulate runs the step's code instead, on
+tensors without content, in a minute or two the first time; so are settings of which nothing is
+written. Every setting of train.py can be given as well: --block_size=512.
 """
 
 import argparse
@@ -20,15 +21,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from model import GPTConfig
-from nanofit.config import RunConfig, TrainConfig, load_config
-from nanofit.device import describe_device
-from nanofit.dist import Ranks
-from nanofit.explain import budget_of, dtype_of, explain, has_flash_on, show
-from nanofit.fit import find_fit
-from nanofit.picture import figure_class, save_png
+from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
+from nanofit.settings.config import RunConfig, TrainConfig, load_config
+from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import FlagParser, InputError, parse_size, run_script
-from nanofit.trial import share_compile_cache
 
 
 def main(argv: Sequence[str]) -> None:
@@ -42,8 +38,15 @@ def main(argv: Sequence[str]) -> None:
 
 def _fit(asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> None:
     """Find what fits on this machine, as train.py does before its first step."""
-    if asked.gpu or asked.vram or asked.png:
-        raise InputError("--gpu, --vram and --png go with --explain: trials need the card itself")
+    from nanofit.fit.fit import find_fit  # and torch, which takes seconds to load
+    from nanofit.fit.trial import share_compile_cache
+    from nanofit.machine.device import describe_device
+    from nanofit.machine.dist import Ranks
+
+    if asked.gpu or asked.vram or asked.png or asked.simulate:
+        raise InputError(
+            "--gpu, --vram, --simulate and --png go with --explain: trials need the card itself"
+        )
     device = describe_device(run.device, run.dtype)
     if device.type != "cuda" and run.memory_limit is None:
         raise InputError(
@@ -63,6 +66,10 @@ def _fit(asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: R
 def _explain(
     asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: RunConfig
 ) -> None:
+    from nanofit.memory.explain import explain
+    from nanofit.memory.picture import figure_class, save_png
+    from nanofit.memory.tables import show
+
     budget = budget_of(asked.gpu, asked.vram, run)
     if asked.png:
         figure_class()  # not to find out a minute later that it is missing
@@ -73,11 +80,12 @@ def _explain(
             run,
             budget,
             dtype=dtype_of(asked.gpu, run),
-            has_flash=has_flash_on(asked.gpu),
+            has_flash=has_flash_on(asked.gpu, run),
+            is_simulated=asked.simulate,
             note=status.update,
         )
     if asked.png:
-        save_png(told.simulation, budget and budget.limit_bytes, title=told.title, path=asked.png)
+        save_png(told.course, budget and budget.limit_bytes, title=told.title, path=asked.png)
     if asked.json:
         print(json.dumps(told.as_json(), indent=2))
     else:
@@ -94,6 +102,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--explain", action="store_true", help="show where the memory goes and what would save it")
     add("--gpu", metavar="NAME", help="for this card, as in 'RTX 4070' or 'A100 80GB'")
     add("--vram", type=_vram, metavar="SIZE", help="for a card with so much memory, as in 12GB")
+    add("--simulate", action="store_true", help="with --explain: run the step's code to find out")
     add("--png", type=Path, metavar="FILE", help="save a picture of the memory over one step")
     add("--json", action="store_true", help="print it for programs")
     return parser.parse_known_args(argv)

@@ -12,81 +12,52 @@ import argparse
 import json
 import math
 import re
-import shlex
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
-import torch
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
-from model import GPT, GPTConfig
-from nanofit.config import RunConfig, TrainConfig, load_config
-from nanofit.device import (
-    Card,
-    Device,
-    describe_device,
-    find_card,
-    is_out_of_memory,
-    known_card,
+from nanofit.fit.search import sizes_for
+from nanofit.machine.cards import known_card
+from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
+from nanofit.memory.need import need_of
+from nanofit.memory.setup import Setup
+from nanofit.outlook.forecast import COMPILE_GAIN, Forecast
+from nanofit.outlook.plan import (
+    BIN_BYTES_PER_TOKEN,
+    Plan,
+    Speed,
+    find_data,
+    optimal_tokens_of,
+    speed_of_card,
+    within_budget,
 )
-from nanofit.dist import Ranks
-from nanofit.explain import budget_of, dtype_of, has_flash_on
-from nanofit.footprint import footprint, total
-from nanofit.forecast import (
-    COMPILE_GAIN,
-    PUBLISHED_RUNS,
-    Forecast,
-    expected_share,
-    predicted_tokens_per_s,
-    reached_share,
-    step_of,
-)
-from nanofit.loader import open_bins, random_micro_batches
-from nanofit.memory import Setup
-from nanofit.optim import build_optimizer
-from nanofit.parquet import find_shards, mean_token_count, open_shards
-from nanofit.roofline import seconds_by_part
-from nanofit.scaling import (
-    FADING_EPOCHS,
-    FEWEST_TOKENS,
-    LIKE_NEW_EPOCHS,
-    model_for,
-    optimal_tokens,
-    recipe_of,
-    weight_decay_for,
-)
-from nanofit.search import sizes_for
-from nanofit.step import train_step
+from nanofit.outlook.scaling import FADING_EPOCHS, FEWEST_TOKENS, LIKE_NEW_EPOCHS
+from nanofit.settings.config import RunConfig, TrainConfig, load_config
+from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import FlagParser, InputError, compact, duration, run_script
 
-TRIAL_S = 8.0
-VAL_FRACTION = 0.01  # prepare_fineweb.py's default
-BIN_BYTES_PER_TOKEN = 2
-CHECKPOINT_BYTES_PER_PARAMETER = 4 + 8  # fp32 weight and AdamW's two moments
+BUDGETS = ("hours", "tokens", "epochs")
 COLUMNS = 100
 
 
 def main(argv: Sequence[str]) -> None:
     asked, rest = _parse(argv)
     shape, learn, run = load_config(rest)
-    if asked.tokens is None and asked.epochs is None and asked.hours is None:
-        asked.hours = learn.hours
-    with torch.device("meta"):
-        model = GPT(shape)
-    data = _find_data(asked, shape, run)
+    budget = {name: getattr(asked, name) for name in BUDGETS}
+    if not any(budget.values()):
+        budget["hours"] = learn.hours
+    data = find_data(shape, run, unique_tokens=asked.unique_tokens, shard=asked.shard)
     speed = (
-        _speed_of_card(asked.gpu, shape, learn, run) if asked.gpu else _measure(shape, learn, run)
+        speed_of_card(asked.gpu, shape, learn, run) if asked.gpu else _measure(shape, learn, run)
     )
     plan = Plan(
         words=tuple(rest),
-        model=model,
-        learn=_within_budget(asked, shape, learn, data, speed),
+        shape=shape,
+        learn=within_budget(shape, learn, data, speed, **budget),
         run=run,
         data=data,
         speed=speed,
@@ -98,140 +69,19 @@ def main(argv: Sequence[str]) -> None:
         _print(plan)
 
 
-class Data(NamedTuple):
-    """The tokens there are to learn from, as far as is known before training."""
+def _measure(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Speed:
+    from nanofit.fit.speed import measure_speed  # and torch, which takes seconds to load
 
-    train_tokens: int | None
-    all_tokens: int | None
-    source: str
-
-
-class Speed(NamedTuple):
-    tokens_per_s: float
-    card: Card | None
-    source: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run, its data and its machine; everything else follows."""
-
-    words: tuple[str, ...]  # of the command line, that give the settings
-    model: GPT
-    learn: TrainConfig  # with the length that was asked for
-    run: RunConfig
-    data: Data
-    speed: Speed
-    gpu: str | None  # the card asked for; None: the one that is here
-
-    @property
-    def forecast(self) -> Forecast:
-        return Forecast(
-            parameters=self.model.num_params(),
-            steps=self.learn.max_iters,
-            tokens_per_step=self.learn.sequences_per_step * self.model.config.block_size,
-            decay_end=self.learn.decay_end if self.learn.decay_lr else None,
-            unique_tokens=self.data.train_tokens,
-            tokens_per_s=self.speed.tokens_per_s,
-            watts=self.speed.card and self.speed.card.watts,
-            recipe=recipe_of(self.model.config.arch, self.model.config.vocab_size),
-        )
-
-    @property
-    def better(self) -> Forecast:
-        """The same run no longer than its data last."""
-        asked = self.forecast
-        too_long = asked.epochs and asked.epochs > LIKE_NEW_EPOCHS
-        return asked.with_epochs(LIKE_NEW_EPOCHS) if too_long else asked
-
-    @property
-    def weight_decay(self) -> float | None:
-        """What suits a run that sees its data more than once."""
-        unique, epochs = self.data.train_tokens, self.better.epochs
-        if not unique or unique < FEWEST_TOKENS or epochs <= 1:
-            return None
-        return round(weight_decay_for(self.model.num_params(), unique), 3)
-
-    def command(self, steps: int) -> str:
-        """train.py's, for a run of so many steps."""
-        values = {
-            "max_iters": steps,
-            "lr_decay_iters": None if self.learn.lr_decay_iters is None else steps,
-            "warmup_iters": _warmup(self.learn, steps),
-            "hours": None,
-        }
-        if self.weight_decay is not None:
-            values["weight_decay"] = self.weight_decay
-        replaced = tuple(f"--{name}=" for name in values)
-        words = [word for word in self.words if not word.startswith(replaced)]
-        _, configured, _ = load_config(words)
-        words += [f"--{k}={v}" for k, v in values.items() if getattr(configured, k) != v]
-        return shlex.join(["python", "train.py", *words])
-
-    @property
-    def checkpoints(self) -> int:
-        """How many there are at most: those kept, the best, the stable one, the one in writing."""
-        stable = self.learn.decay_lr and self.learn.lr_schedule == "wsd"
-        return self.run.keep_checkpoints + 2 + stable
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        return CHECKPOINT_BYTES_PER_PARAMETER * self.model.num_params()
-
-    @property
-    def optimal_tokens(self) -> float:
-        return _optimal_tokens(self.model.config)
-
-    @property
-    def model_for_the_time(self) -> GPTConfig | None:
-        shape = self.model.config
-        found = model_for(
-            self.forecast.tokens * self.model.flops_per_token(),
-            block_size=shape.block_size,
-            vocab_size=shape.vocab_size,
-        )
-        return found and replace(shape, n_layer=found[0], n_head=found[1], n_embd=found[2])
-
-    def warnings(self) -> list[str]:
-        found = list(self.forecast.warnings())
-        card, dtype = self.speed.card, self.run.dtype
-        if card and dtype == "bfloat16" and not card.has_bfloat16:
-            found.append(f"{card.name} has no bfloat16: float16 will be used instead")
-        if card and dtype == "float32":
-            found.append("the speed is that of half precision; float32 takes twice as long or more")
-        return found
-
-    def milestones(self) -> list[Forecast]:
-        """The run at the ends of what its data teach well, and as asked."""
-        asked = self.forecast
-        if not asked.epochs:
-            return [asked]
-        ends = [end for end in (1, LIKE_NEW_EPOCHS, FADING_EPOCHS) if end < 0.95 * asked.epochs]
-        return [*(asked.with_epochs(end) for end in ends), asked]
-
-    def as_json(self) -> dict[str, Any]:
-        better, fitting = self.better, self.model_for_the_time
-        return {
-            "asked": _forecast_json(self.forecast)
-            | {
-                "non_embedding_parameters": _non_embedding(self.model),
-                "bin_bytes": self.data.all_tokens and BIN_BYTES_PER_TOKEN * self.data.all_tokens,
-                "checkpoint_bytes_at_most": self.checkpoints * self.checkpoint_bytes,
-                "data": self.data.source,
-                "command": self.command(self.learn.max_iters),
-            },
-            "milestones": [_forecast_json(one) for one in self.milestones()],
-            "instead": _forecast_json(better)
-            | {
-                "optimal_tokens": round(self.optimal_tokens),
-                "model_for_the_time": fitting
-                and {name: getattr(fitting, name) for name in ("n_layer", "n_head", "n_embd")},
-                "weight_decay": self.weight_decay,
-                "command": self.command(better.steps),
-            },
-            "speed": {"tokens_per_s": self.speed.tokens_per_s, "source": self.speed.source},
-            "warnings": self.warnings(),
-        }
+    measured = measure_speed(shape, learn, run)
+    device, tokens_per_s = measured.device, measured.tokens_per_s
+    source = (
+        f"measured here: {device.name}, {device.precision}, real training steps on micro-batches "
+        f"of {measured.micro_batch_size} × {shape.block_size} random tokens"
+    )
+    if device.type == "cuda" and run.compile:
+        source += f", × {COMPILE_GAIN} for torch.compile (published: 1.5 to 1.85)"
+        tokens_per_s *= COMPILE_GAIN
+    return Speed(tokens_per_s, known_card(device.name), source)
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -249,7 +99,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--epochs", type=float, metavar="E", help="the schedule for E passes over the data")
     add("--json", action="store_true", help="print it for programs")
     asked, rest = parser.parse_known_args(argv)
-    budgets = [name for name in ("hours", "tokens", "epochs") if getattr(asked, name) is not None]
+    budgets = [name for name in BUDGETS if getattr(asked, name) is not None]
     lengths = [f"--{name}" for name in budgets]
     lengths += [word for word in rest if word.startswith(("--max_iters", "--lr_decay_iters"))]
     if budgets and len(lengths) > 1:
@@ -269,178 +119,6 @@ def _count(text: str) -> int:
     if not number:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 650M or 2.5B")
     return number
-
-
-def _find_data(asked: argparse.Namespace, shape: GPTConfig, run: RunConfig) -> Data:
-    folder = run.data_dir
-    if asked.unique_tokens is not None:
-        return Data(asked.unique_tokens, asked.unique_tokens, "as given by --unique_tokens")
-    if asked.shard:
-        return _count_shards(asked.shard)
-    if (folder / "meta.json").exists() or (folder / "train.bin").exists():
-        train, val = open_bins(folder, block_size=shape.block_size, vocab_size=shape.vocab_size)
-        return Data(len(train), len(train) + len(val), f"prepared in {folder}")
-    if any(folder.glob("*.parquet")):
-        return _count_shards(str(folder))
-    wanted = f"no data in {folder}; give --shard FILE.parquet or --unique_tokens 0.65B"
-    if asked.epochs is not None:
-        raise InputError(f"--epochs {asked.epochs:g} needs data: {wanted}")
-    return Data(None, None, wanted)
-
-
-def _count_shards(given: str) -> Data:
-    """Tokens of parquet files before they are prepared, from one small column of theirs."""
-    shards = open_shards(find_shards([given]), "text")
-    means = [mean_token_count(shard) for shard in shards]
-    if None in means:
-        raise InputError(f"{given} has no token_count column to plan with; give --unique_tokens")
-    # Each document will be followed by one end-of-text token.
-    tokens = round(sum(shard.rows * (mean + 1) for shard, mean in zip(shards, means, strict=True)))
-    files = f"{len(shards)} parquet file{'s' if len(shards) > 1 else ''}"
-    source = f"by the token_count column of {files}, not yet prepared"
-    return Data(round(tokens * (1 - VAL_FRACTION)), tokens, source)
-
-
-def _speed_of_card(name: str, shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Speed:
-    card = find_card(name)
-    step = step_of(
-        shape,
-        run.loss,
-        micro_batch_size=learn.batch_size,
-        sequences_per_step=learn.sequences_per_step,
-    )
-    parts = seconds_by_part(step, peak_flops=card.peak_flops, bytes_per_s=card.bytes_per_s)
-    shares = ", ".join(
-        f"{part} {seconds / sum(parts.values()):.0%}" for part, seconds in parts.items()
-    )
-    reached = " and ".join(f"{reached_share(one):.0%} on a {one.card}" for one in PUBLISHED_RUNS)
-    source = (
-        f"{card.name}: {card.tensor_cores} tensor cores × {card.boost_mhz} MHz × {card.core_flops} "
-        f"= {card.peak_flops / 1e12:.1f} TFLOPS (dense, fp32 accumulation) and "
-        f"{card.bandwidth_gb_s} GB/s. By its FLOPs and bytes a step takes "
-        f"{sum(parts.values()):.3g} s ({shares}). Of such a speed GPT-2 124M reached {reached}; "
-        f"{expected_share(card):.0%} is expected here"
-    )
-    if not run.compile:
-        source += f"; without torch.compile {COMPILE_GAIN} × slower (published: 1.5 to 1.85)"
-    return Speed(predicted_tokens_per_s(card, step, compiled=run.compile), card, source)
-
-
-def _measure(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Speed:
-    """The speed of this machine, by real training steps on random tokens."""
-    device = describe_device(run.device, run.dtype)
-    print(f"trying some real steps on {device.name} ...", file=sys.stderr)
-    try:
-        model = GPT(shape, loss=run.loss).to(device.torch_device)
-        tokens_per_s, sequences = _try_steps(model, learn, device)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise InputError(
-                f"not even one sequence fits on {device.name}; autofit.py --explain tells more"
-            ) from error
-        raise
-    source = (
-        f"measured here: {device.name}, {device.precision}, real training steps on micro-batches "
-        f"of {sequences} × {shape.block_size} random tokens"
-    )
-    if device.type == "cuda" and run.compile:
-        source += f", × {COMPILE_GAIN} for torch.compile (published: 1.5 to 1.85)"
-        tokens_per_s *= COMPILE_GAIN
-    return Speed(tokens_per_s, known_card(device.name), source)
-
-
-def _try_steps(model: GPT, learn: TrainConfig, device: Device) -> tuple[float, int]:
-    """Tokens per second and the micro-batch they were measured with, in bounded time."""
-    optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
-    shape = model.config
-
-    def step(sequences: int, passes: int = 1) -> float:
-        batches = random_micro_batches(
-            sequences,
-            block_size=shape.block_size,
-            vocab_size=shape.vocab_size,
-            device=device,
-            passes=passes,
-        )
-        started = time.monotonic()
-        arguments = dict(device=device, ranks=Ranks(), lr=0.0, grad_clip=learn.grad_clip, seed=0)
-        loss, _ = train_step(model, optimizer, scaler, batches, **arguments)
-        loss.item()  # waits for the device
-        return time.monotonic() - started
-
-    first_s = step(1)  # makes the optimiser's state as well
-    if first_s > TRIAL_S:
-        return shape.block_size / first_s, 1
-    one_s = step(1)
-    sequences = max(min(learn.batch_size, int(TRIAL_S / 2 / one_s)), 1)
-    while True:
-        try:
-            micro_s = step(sequences)
-            break
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or sequences == 1:
-                raise
-        sequences //= 2
-    passes = max(min(learn.gradient_accumulation_steps, int(TRIAL_S / micro_s)), 1)
-    done, seconds = 0, 0.0
-    while seconds < TRIAL_S:
-        seconds += step(sequences, passes)
-        done += passes * sequences
-    return done * shape.block_size / seconds, sequences
-
-
-def _within_budget(
-    asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, data: Data, speed: Speed
-) -> TrainConfig:
-    """The settings with the length that --hours, --tokens or --epochs ask for."""
-    tokens_per_step = learn.sequences_per_step * shape.block_size
-    if asked.hours is not None:
-        name, tokens = f"--hours {asked.hours:g}", asked.hours * 3600 * speed.tokens_per_s
-    elif asked.tokens is not None:
-        name, tokens = f"--tokens {compact(asked.tokens)}", asked.tokens
-    elif asked.epochs is not None:
-        name, tokens = f"--epochs {asked.epochs:g}", asked.epochs * data.train_tokens
-    else:
-        return learn
-    steps = int(tokens / tokens_per_step)
-    if steps < 1:
-        raise InputError(
-            f"{name} is less than one step: {compact(tokens)} tokens, while a step has "
-            f"{compact(tokens_per_step)} and takes "
-            f"{duration(tokens_per_step / speed.tokens_per_s)}; give more, or a smaller batch"
-        )
-    ends = None if learn.lr_decay_iters is None else steps
-    warmup = _warmup(learn, steps)
-    return replace(learn, max_iters=steps, lr_decay_iters=ends, warmup_iters=warmup)
-
-
-def _warmup(learn: TrainConfig, steps: int) -> int:
-    """The warm-up asked for, but no more than a tenth of the run."""
-    return min(learn.warmup_iters, steps // 10)
-
-
-def _optimal_tokens(shape: GPTConfig) -> float:
-    return optimal_tokens(n_layer=shape.n_layer, n_embd=shape.n_embd, vocab_size=shape.vocab_size)
-
-
-def _non_embedding(model: GPT) -> int:
-    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    return model.num_params() - sum(weight.numel() for weight in embeddings)
-
-
-def _forecast_json(forecast: Forecast) -> dict[str, Any]:
-    return {
-        "parameters": forecast.parameters,
-        "steps": forecast.steps,
-        "tokens_per_step": forecast.tokens_per_step,
-        "tokens": forecast.tokens,
-        "unique_tokens": forecast.unique_tokens,
-        "epochs": forecast.epochs,
-        "seconds": forecast.seconds,
-        "kwh": forecast.kwh,
-        "loss": forecast.loss,
-        "loss_band": forecast.band,
-    }
 
 
 def _print(plan: Plan) -> None:
@@ -474,10 +152,11 @@ def _heading(console: Console, title: str) -> None:
 
 
 def _asked_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    shape, learn, asked = plan.model.config, plan.learn, plan.forecast
+    shape, learn, asked = plan.shape, plan.learn, plan.forecast
     yield (
         "model",
-        f"{asked.parameters:,} parameters ({_non_embedding(plan.model):,} without embeddings): "
+        f"{shape.parameters:,} parameters "
+        f"({shape.parameters - shape.embedding_parameters:,} without embeddings): "
         f"{shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} wide",
     )
     yield (
@@ -510,21 +189,23 @@ def _memory_row(plan: Plan) -> str | None:
     if budget is None:
         return None
     eager = Setup(
-        plan.model.config,
+        plan.shape,
         dtype=dtype_of(plan.gpu, plan.run),
         loss=plan.run.loss,
-        has_flash=has_flash_on(plan.gpu),
+        optimizer=plan.learn.optimizer,
+        has_flash=has_flash_on(plan.gpu, plan.run),
     )
     sizes, told = sizes_for(plan.learn.sequences_per_step), []
     for setup in (eager, replace(eager, compiled=True))[: 1 + plan.run.compile]:
         stage = "compiled" if setup.compiled else "eager"
-        needs = {size: total(footprint(setup, size)) for size in sizes}
+        need = need_of(setup)
         room_bytes = budget.limit_bytes - budget.overhead.library_bytes
-        largest = max((size for size, need in needs.items() if need <= room_bytes), default=None)
+        fits = need.largest(room_bytes)
+        largest = max((size for size in sizes if size <= fits), default=None)
         if largest is None:
             return f"not one sequence fits {stage} without savers; autofit.py --explain tells more"
         passes = -(-plan.learn.sequences_per_step // largest)
-        told.append(f"{largest} × {passes} {stage} ({_gb(needs[largest])})")
+        told.append(f"{largest} × {passes} {stage} ({_gb(need.at(largest))})")
     return f"{' and '.join(told)} should fit in {_gb(budget.limit_bytes)} of {budget.card}"
 
 
@@ -541,17 +222,20 @@ def _result_table(plan: Plan) -> RenderableType:
         table.add_column(title, justify="left" if title == "" else "right", no_wrap=True)
     before = None
     for one in plan.milestones():
-        table.add_row(
-            "  as asked" if one == asked else "",
-            f"{one.epochs:.3g}" if one.epochs else "-",
-            compact(one.tokens),
-            f"{one.steps:,}",
-            duration(one.seconds),
-            f"{one.band.low:.2f} to {one.band.high:.2f}" if one.band else "-",
-            f"{before - one.loss:.3f}" if before and one.loss else "",
-        )
+        gained = f"{before - one.loss:.3f}" if before and one.loss else ""
+        table.add_row("  as asked" if one == asked else "", *_result_cells(one), gained)
         before = one.loss
+    if plan.plain:
+        table.add_row("  plain recipe", *_result_cells(plan.plain), "")
     return Group(table, Text(_what_repeats_buy(plan)))
+
+
+def _result_cells(run: Forecast) -> Iterator[str]:
+    yield f"{run.epochs:.3g}" if run.epochs else "-"
+    yield compact(run.tokens)
+    yield f"{run.steps:,}"
+    yield duration(run.seconds)
+    yield f"{run.band.low:.2f} to {run.band.high:.2f}" if run.band else "-"
 
 
 def _what_repeats_buy(plan: Plan) -> str:
@@ -584,7 +268,7 @@ def _instead_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{compact(asked.tokens / plan.optimal_tokens)} × that",
     )
     if fitting := plan.model_for_the_time:
-        tokens = _optimal_tokens(fitting)
+        tokens = optimal_tokens_of(fitting)
         lack = ""
         if unique and tokens > LIKE_NEW_EPOCHS * unique:
             lack = f", which are {tokens / unique:.2g} epochs of these data: get more first"
@@ -594,17 +278,25 @@ def _instead_rows(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{fitting.n_head} heads, {fitting.n_embd} wide on {compact(tokens)} tokens{lack}",
         )
     if plan.weight_decay is not None:
+        parameters = compact(plan.shape.parameters)
         yield (
             "weight decay",
-            f"{plan.weight_decay} for {compact(asked.parameters)} parameters on {compact(unique)} "
+            f"{plan.weight_decay} for {parameters} parameters on {compact(unique)} "
             f"tokens (now {plan.learn.weight_decay:g})",
+        )
+    if settings := plan.muon_settings:
+        told = (f"{k} {v:.3g} (now {getattr(plan.learn, k):.3g})" for k, v in settings.items())
+        yield (
+            "rates",
+            f"for this batch, width and length: {', '.join(told)}. Published by modded-nanogpt for "
+            "524,288 tokens a step and 768 wide, scaled by nanochat's rules",
         )
 
 
 def _speed_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "speed", f"{compact(plan.speed.tokens_per_s)} tokens/s"
     yield "source", plan.speed.source
-    yield "work", f"{plan.model.flops_per_token() / 1e6:.0f} MFLOP per token (6N + 12LCT)"
+    yield "work", f"{plan.shape.flops_per_token / 1e6:.0f} MFLOP per token (6N + 12LCT)"
 
 
 def _rows(rows: Iterable[tuple[str, str]], style: str = "") -> Table:

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from nanofit import engine
-from nanofit.bins import SPLITS, BinWriter, sole_writer
-from nanofit.dataset import (
+from nanofit.data import engine
+from nanofit.data.bins import SPLITS, BinWriter, sole_writer
+from nanofit.data.dataset import (
     Options,
     describe,
     identity,
@@ -34,8 +34,8 @@ from nanofit.dataset import (
     warnings_about,
     write_meta,
 )
-from nanofit.documents import ChunkEncoder, choose_val_hash_below, encode_in_order
-from nanofit.parquet import (
+from nanofit.data.documents import ChunkEncoder, choose_val_hash_below, encode_in_order
+from nanofit.data.parquet import (
     Chunk,
     Shard,
     SourceDigests,
@@ -46,8 +46,8 @@ from nanofit.parquet import (
     open_shards,
     read_chunks,
 )
+from nanofit.data.tokenizer import fast_encoder, reference_encoder
 from nanofit.terminal import InputError, Progress, compact, duration, run_script
-from nanofit.tokenizer import fast_encoder, reference_encoder
 
 ROOT = Path(__file__).resolve().parent
 COMMIT_EVERY_S = 2.0  # what a kill can cost
@@ -118,7 +118,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def read_plan(config: str) -> tuple[int, int]:
     """The steps a training config makes and the tokens in each."""
-    from nanofit.config import load_config
+    from nanofit.settings.config import load_config
 
     shape, learn, _ = load_config([config])
     sequences = learn.batch_size * learn.gradient_accumulation_steps

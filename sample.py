@@ -5,62 +5,29 @@ echo "Once upon a time" | python sample.py --out_dir=out-demo --start=-
 """
 
 import argparse
-import codecs
 import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from model import GPT
-from nanofit.checkpoint import BEST, Checkpoints
-from nanofit.device import Device, describe_device
-from nanofit.generate import choose_token, generate
 from nanofit.terminal import InputError, run_script
-from nanofit.tokenizer import END_OF_TEXT, gpt2
 
 
 def main(argv: Sequence[str]) -> None:
     args = _parse(argv)
+    from nanofit.use.generate import write_text  # and torch, which takes seconds to load
+
     sys.stdout.reconfigure(errors="replace")  # not every terminal can show every character
-    device = describe_device(args.device, args.dtype)
-    if device.note:
-        print(device.note, file=sys.stderr)
-    model = GPT.from_checkpoint(_find_checkpoint(args)).to(device.torch_device)
-    prompt = _read_prompt(args.start)
-    tokens = gpt2().encode(prompt, allowed_special="all") or [END_OF_TEXT]
-    if max(tokens) >= model.config.vocab_size:
-        raise InputError("the model's vocabulary is too small for GPT-2's tokens")
-    for number in range(args.num_samples):
-        if args.num_samples > 1:
-            print(f"--- sample {number + 1} of {args.num_samples}, seed {args.seed + number}")
-        print(prompt, end="", flush=True)
-        for piece in _pieces(model, tokens, device, args, seed=args.seed + number):
-            print(piece, end="", flush=True)
-        print()
-
-
-def _pieces(
-    model: GPT, tokens: list[int], device: Device, args: argparse.Namespace, *, seed: int
-) -> Iterator[str]:
-    """The text that follows, in pieces as they come; it ends with the document."""
-    generator = torch.Generator(device.torch_device).manual_seed(seed % 2**63)
-    choose = partial(
-        choose_token,
+    write_text(
+        _find_checkpoint(args),
+        _read_prompt(args.start),
+        device=args.device,
+        dtype=args.dtype,
+        seeds=range(args.seed, args.seed + args.num_samples),
+        max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        generator=generator,
     )
-    idx = torch.tensor([tokens], device=device.torch_device)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
-    with device.autocast():
-        for token in generate(model, idx, choose, max_new_tokens=args.max_new_tokens):
-            if token.item() >= END_OF_TEXT:  # or a row of the embedding that pads it
-                break
-            yield decoder.decode(gpt2().decode_single_token_bytes(token.item()))
-    yield decoder.decode(b"", final=True)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -95,6 +62,8 @@ def _at_least(least: int, kind: type):
 def _find_checkpoint(args: argparse.Namespace) -> Path:
     if args.checkpoint:
         return Path(args.checkpoint)
+    from nanofit.run.checkpoint import BEST, Checkpoints
+
     folder = Path(args.out_dir)
     for path in (folder / BEST, *Checkpoints(folder).newest_first(), folder / "ckpt.pt"):
         if path.exists():

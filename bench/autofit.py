@@ -30,16 +30,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-import nanofit.fit
-from model import GPT, GPTConfig
-from nanofit.config import RunConfig, TrainConfig
-from nanofit.device import describe_device, is_out_of_memory
-from nanofit.dist import Ranks
-from nanofit.loader import random_micro_batches
-from nanofit.memory import Setup, need_of
-from nanofit.optim import build_optimizer
-from nanofit.step import train_step
-from nanofit.trial import TrialResult, run_trial
+import nanofit.fit.fit
+from model import GPT
+from nanofit.data.loader import random_micro_batches
+from nanofit.fit.trial import TrialResult, run_trial
+from nanofit.learning.optim import build_optimizer
+from nanofit.learning.step import train_step
+from nanofit.machine.device import describe_device
+from nanofit.machine.dist import Ranks
+from nanofit.machine.memory import is_out_of_memory
+from nanofit.memory.need import need_of
+from nanofit.memory.setup import Setup
+from nanofit.settings.config import RunConfig, TrainConfig
+from nanofit.settings.shape import GPTConfig
 
 MIB = 2**20
 SHAPE = GPTConfig(n_layer=4, n_head=2, n_embd=64, block_size=64, vocab_size=8192)
@@ -216,13 +219,13 @@ def ours_warm(limit_bytes: int) -> dict:
             search.trials.append((size, trial.peak_bytes is not None))
         return trial
 
-    nanofit.fit.run_trial = run_noted_trial
+    nanofit.fit.fit.run_trial = run_noted_trial
     run = RunConfig(
         device="cpu", dtype="float32", loss="full", compile=False, memory_limit=str(limit_bytes)
     )
     started = time.monotonic()
     device = describe_device("cpu", "float32")
-    fit = nanofit.fit.find_fit(SHAPE, TrainConfig(), run, device, Ranks())
+    fit = nanofit.fit.fit.find_fit(SHAPE, TrainConfig(), run, device, Ranks())
     search.seconds = time.monotonic() - started
     search.size, search.peak_bytes = fit.eager.size, fit.eager.peak_bytes
     search.steps = 2 * len(search.trials)

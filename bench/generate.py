@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from model import GPT
-from nanofit.config import load_config
-from nanofit.device import describe_device
-from nanofit.generate import choose_token, generate
+from nanofit.machine.device import describe_device
+from nanofit.settings.config import load_config
 from nanofit.terminal import run_script
+from nanofit.use.generate import choose_token, generate
 
 TOKENS, ROUNDS = 200, 3
 

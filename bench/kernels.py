@@ -30,8 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-SHAPE = dict(n_head=12, n_embd=576, block_size=1024, vocab_size=50304, bias=False, dropout=0.0)
-SEQUENCES, PASSES = 16, 2
+SHAPE = dict(n_head=12, block_size=1024, vocab_size=50304, bias=False, dropout=0.0)
+SIZES = dict(layers=12, width=576, sequences=16)  # unless told otherwise
+PASSES = 2
 MEMORY_MIB = 40960  # of an RTX 4070 that bears all of these
 KINDS = ("products", "attention", "compiled", "update", "other")
 GB, GIB = 10**9, 2**30
@@ -58,7 +59,8 @@ def main(argv: Sequence[str]) -> None:
     if options.count:
         print(json.dumps(_count(options)))
         return
-    print(f"{options.layers} layers, {SEQUENCES} sequences of {SHAPE['block_size']}, bfloat16\n")
+    print(f"{options.layers} layers, {options.width} wide, bfloat16, ", end="")
+    print(f"{options.sequences} sequences of {SHAPE['block_size']}\n")
     results = {way: _count_on_a_card(options, way) for way in _ways(options)}
     for title, wanted in (("a step of two passes", "step"), ("one more pass", "pass")):
         print(f"| {title} | launches | {' | '.join(KINDS)} | GB | {' | '.join(KINDS)} | TFLOP |")
@@ -74,7 +76,8 @@ def main(argv: Sequence[str]) -> None:
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nanogpt", type=Path, help="nanoGPT's model.py; else ours alone")
-    parser.add_argument("--layers", type=int, default=12)
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--names", type=Path, help="write each kernel's launches here")
     parser.add_argument("--count", help=argparse.SUPPRESS)  # in the process on the card
     return parser.parse_args(argv)
@@ -97,7 +100,7 @@ def _row(way: str, count: Count) -> str:
 def _count_on_a_card(options: argparse.Namespace, way: str) -> dict:
     from tests.card.harness import CardWithoutGpu
 
-    arguments = ["--count", way, "--layers", str(options.layers)]
+    arguments = ["--count", way, *(f"--{name}={getattr(options, name)}" for name in SIZES)]
     for name in ("nanogpt", "names"):
         if path := getattr(options, name):
             arguments += [f"--{name}", str(path.resolve())]
@@ -137,22 +140,23 @@ def _count(options: argparse.Namespace) -> dict:
 
 
 def _our_step(options: argparse.Namespace, compiled: bool) -> Callable[[int], None]:
-    from model import GPT, GPTConfig
-    from nanofit.compiler import compile_in_place
-    from nanofit.config import TrainConfig
-    from nanofit.device import describe_device
-    from nanofit.dist import Ranks
-    from nanofit.loader import MicroBatch
-    from nanofit.optim import build_optimizer
-    from nanofit.step import train_step
+    from model import GPT
+    from nanofit.data.loader import MicroBatch
+    from nanofit.learning.compiler import compile_in_place
+    from nanofit.learning.optim import build_optimizer
+    from nanofit.learning.step import train_step
+    from nanofit.machine.device import describe_device
+    from nanofit.machine.dist import Ranks
+    from nanofit.settings.config import TrainConfig
+    from nanofit.settings.shape import GPTConfig
 
     device = describe_device("cuda", "bfloat16")
     device.enter_thread()
-    model = GPT(GPTConfig(n_layer=options.layers, **SHAPE)).to(device.torch_device)
+    model = GPT(GPTConfig(**_shape(options))).to(device.torch_device)
     optimizer, scaler = build_optimizer(model, TrainConfig()), device.grad_scaler()
     if compiled:
         compile_in_place(model)
-    idx, targets = _tokens()
+    idx, targets = _tokens(options.sequences)
 
     def step(passes: int) -> None:
         batches = passes * [MicroBatch(idx, targets, 1 / passes)]
@@ -169,12 +173,12 @@ def _nanogpts_step(options: argparse.Namespace, compiled: bool) -> Callable[[int
     spec.loader.exec_module(nanogpt)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     sys.stdout, standard_output = sys.stderr, sys.stdout  # it prints
-    model = nanogpt.GPT(nanogpt.GPTConfig(n_layer=options.layers, **SHAPE)).to("cuda")
+    model = nanogpt.GPT(nanogpt.GPTConfig(**_shape(options))).to("cuda")
     optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), "cuda")
     sys.stdout = standard_output
     scaler = torch.amp.GradScaler("cuda", enabled=False)
     run = torch.compile(model) if compiled else model
-    idx, targets = _tokens()
+    idx, targets = _tokens(options.sequences)
 
     def step(passes: int) -> None:
         for _ in range(passes):
@@ -191,8 +195,12 @@ def _nanogpts_step(options: argparse.Namespace, compiled: bool) -> Callable[[int
     return step
 
 
-def _tokens() -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(SHAPE["vocab_size"], (2, SEQUENCES, SHAPE["block_size"]))
+def _shape(options: argparse.Namespace) -> dict:
+    return dict(n_layer=options.layers, n_embd=options.width, **SHAPE)
+
+
+def _tokens(sequences: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(SHAPE["vocab_size"], (2, sequences, SHAPE["block_size"]))
     return tuple(tokens.to("cuda"))
 
 
@@ -271,7 +279,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.namespace == "nanofit":  # look into it
-            from nanofit.loss import _opaque_loss_sum
+            from nanofit.learning.loss import _opaque_loss_sum
 
             with self:
                 return _opaque_loss_sum._init_fn(*args, **kwargs)

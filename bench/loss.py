@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
-from nanofit import loss
+from nanofit.learning import loss
 from nanofit.terminal import run_script
 
 ROUNDS = 3

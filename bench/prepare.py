@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import prepare_fineweb
-from nanofit.tokenizer import END_OF_TEXT, fast_encoder, gpt2, reference_encoder
+from nanofit.data.tokenizer import END_OF_TEXT, fast_encoder, gpt2, reference_encoder
 
 CORES = os.cpu_count()
 

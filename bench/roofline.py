@@ -2,8 +2,8 @@
 
     python bench/roofline.py
 
-Nothing is measured here. nanofit/roofline.py counts what a step computes and moves; the makers of
-the cards tell how fast they do that; others have measured what some cards really reach.
+Nothing is measured here. nanofit/outlook/roofline.py counts what a step computes and moves; the
+makers of the cards tell how fast they do that; others have measured what some cards really reach.
 """
 
 import math
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from model import GPTConfig
-from nanofit.config import RunConfig, TrainConfig, load_config
-from nanofit.device import Card, find_card, known_card
-from nanofit.explain import budget_of
-from nanofit.footprint import footprint, total
-from nanofit.forecast import (
+from nanofit.fit.search import sizes_for
+from nanofit.machine.cards import Card, find_card, known_card
+from nanofit.memory.budget import budget_of
+from nanofit.memory.need import need_of
+from nanofit.memory.setup import Setup
+from nanofit.outlook.forecast import (
     PUBLISHED_RUNS,
     PublishedRun,
     expected_share,
@@ -29,9 +29,9 @@ from nanofit.forecast import (
     reached_share,
     step_of,
 )
-from nanofit.memory import Setup
-from nanofit.roofline import PARTS, Step, seconds_by_part
-from nanofit.search import sizes_for
+from nanofit.outlook.roofline import PARTS, Step, seconds_by_part
+from nanofit.settings.config import RunConfig, TrainConfig, load_config
+from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import run_script
 
 CONFIGS = {"124M": "config/train_gpt2_124m.py", "77M": "config/train_fineweb.py"}
@@ -149,7 +149,8 @@ def _micro_batch(card: Card, shape: GPTConfig, learn: TrainConfig, run: RunConfi
     budget = budget_of(card.name, None, run)
     room_bytes = budget.limit_bytes - budget.overhead.library_bytes
     sizes = [size for size in sizes_for(learn.sequences_per_step) if size <= learn.batch_size]
-    return max(size for size in sizes if total(footprint(setup, size)) <= room_bytes)
+    fits = need_of(setup).largest(room_bytes)
+    return max(size for size in sizes if size <= fits)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model import GPT
-from nanofit.config import load_config
-from nanofit.device import describe_device
-from nanofit.dist import Ranks
-from nanofit.loader import MicroBatch
-from nanofit.optim import build_optimizer
-from nanofit.step import train_step
+from nanofit.data.loader import MicroBatch
+from nanofit.learning.optim import build_optimizer
+from nanofit.learning.step import train_step
+from nanofit.machine.device import describe_device
+from nanofit.machine.dist import Ranks
+from nanofit.settings.config import load_config
 from nanofit.terminal import compact, run_script
 
 ROUNDS = 3

@@ -14,11 +14,12 @@ gradient_accumulation_steps = 1
 max_iters = 800
 learning_rate = 4e-3
 min_lr = 4e-4
+lr_schedule = "wsd"  # so that a larger max_iters goes on as if it had been asked for at once
 warmup_iters = 50
 beta2 = 0.99
 
 dtype = "float32"
-compile = False
+compile = True  # needs a C++ compiler on a CPU; without one the run says so and stays eager
 eval_interval = 200
 eval_iters = 16
 log_interval = 50

@@ -5,14 +5,11 @@ import json
 import os
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from nanofit.files import atomic_write
-
-_PROJECT = Path(__file__).resolve().parent.parent
+from nanofit.files import PROJECT, atomic_write
 
 
 def cache_folder() -> Path:
@@ -37,13 +34,14 @@ def keep(kind: str, key: Any, value: Any) -> None:
 
 
 def _path(kind: str, key: Any) -> Path:
-    parts = (repr(key), torch.__version__, _code_digest())
+    parts = (repr(key), version("torch"), _code_digest())
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
     return cache_folder() / kind / f"{digest}.json"
 
 
 @cache
 def _code_digest() -> str:
-    """Changes with any line of our own code."""
-    files = [_PROJECT / "model.py", *sorted((_PROJECT / "nanofit").glob("*.py"))]
+    """Changes with any line of our own code that decides about memory."""
+    rooms = (PROJECT / "nanofit" / room for room in ("settings", "machine", "learning", "memory"))
+    files = [PROJECT / "model.py", *sorted(file for room in rooms for file in room.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

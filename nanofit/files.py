@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+PROJECT = Path(__file__).resolve().parent.parent
+
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:

@@ -1,11 +1,15 @@
 """What a person sees: errors in one line, and progress fit for a terminal or a log file."""
 
 import argparse
+import atexit
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from rich.console import Console
@@ -15,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 MAIN_SPEAKS_FIRST_S = 3.0
+MOST_BAR = 24  # columns
 
 
 class InputError(Exception):
@@ -25,17 +30,37 @@ class InputError(Exception):
 
 def run_script(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a script's `main`; bad input is one clear line and exit code 2, never a traceback."""
+    code = _outcome(main)
+    if "torch" in sys.modules:
+        _leave_at_once(code)
+    sys.exit(code)
+
+
+def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
     try:
-        sys.exit(main(sys.argv[1:]))
+        return main(sys.argv[1:]) or 0
     except InputError as error:
         _say_error(error)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        return 130
     except BrokenPipeError:  # whoever read our output has left, as `head` does
         discard_output()
-        sys.exit(1)
+        return 1
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    """End the process without taking the interpreter apart.
+
+    A thread of torch's, gloo's or autograd's, that lets go of its last tensor meanwhile aborts the
+    process, once in a dozen times, and torchrun then calls all of the run a failure.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody may be reading any more
+            stream.flush()
+    os._exit(code)
 
 
 def _say_error(error: InputError) -> None:
@@ -98,6 +123,11 @@ class Progress:
         if self._live:
             self._live.stop()
 
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody may be looking."""
+        return self._live is not None
+
     def update(self, done: int, note: str = "") -> None:
         """Tell how much is done; `note` is what else is worth seeing now."""
         self.done, self.note = done, note or self.note
@@ -105,10 +135,13 @@ class Progress:
             self._next_line = time.monotonic() + self.every_s
             self.line(f"{self.label} {done / self.total:.0%}  {self.note}  eta {self.eta()}")
 
-    def line(self, text: str) -> None:
-        """Print a line that stays, above the live one."""
+    def line(self, text: str, *, style: str = "", bold: Sequence[str] = ()) -> None:
+        """Print a line that stays, above the live one; style and bold words are for a terminal."""
+        shown = Text(folded(text), style=style)
+        for word in bold:
+            shown.highlight_regex(rf"(?<![\w.])(?<!step ){re.escape(word)}(?!\w)", "bold")
         try:
-            self._console.print(Text(text))
+            self._console.print(shown)
         except OSError:  # the log file's disk is full, or the terminal is gone: the job goes on
             self._console.quiet = True
 
@@ -125,12 +158,16 @@ class Progress:
         return duration(elapsed_s / advanced * (self.total - self.done))
 
     def _live_line(self) -> Table:
+        share = f"{self.done / max(self.total, 1):4.0%}"
+        words = [self.label, share, self.note, f"eta {self.eta()}"]
+        room = self._console.width - sum(len(word) + 1 for word in words) - 1
+        bar = ProgressBar(
+            total=max(self.total, 1), completed=self.done, width=min(max(room, 4), MOST_BAR)
+        )
         grid = Table.grid(padding=(0, 1))
         for _ in range(5):
             grid.add_column(no_wrap=True)  # a second line would flicker
-        bar = ProgressBar(total=max(self.total, 1), completed=self.done, width=24)
-        share = self.done / max(self.total, 1)
-        grid.add_row(self.label, bar, f"{share:4.0%}", self.note, f"eta {self.eta()}")
+        grid.add_row(self.label, bar, *words[1:])
         return grid
 
 
@@ -145,6 +182,22 @@ class _Console(Console):
 def discard_output() -> None:
     """Go on without a reader."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def folded(text: str) -> str:
+    """A line as a terminal shows it best: it goes on under its last column. Elsewhere as it is."""
+    columns = shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or len(text) <= columns:
+        return text
+    column_starts = [gap.end() for gap in re.finditer(r"\S {2,}|^warning ", text)]
+    indent = max((start for start in column_starts if start <= 0.7 * columns), default=0)
+    return textwrap.fill(
+        text[indent:],
+        columns,
+        initial_indent=text[:indent],
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+    )
 
 
 def duration(seconds: float) -> str:

@@ -1,20 +1,22 @@
 """What all tests share: a quiet, seeded environment and a tiny dataset to train on."""
 
+import gc
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import processes
+
 # Some virtual machines announce AMX without granting it: bfloat16 products die of SIGILL there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ["WANDB_MODE"] = "offline"
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = processes.PROJECT
 VOCABULARY = 64
 TINY_MODEL = (
     "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=64 "
@@ -30,6 +32,41 @@ def _seeded():
 
     torch.manual_seed(1)
     np.random.seed(1)  # noqa: NPY002
+    # As torch begins, whatever the test before has described or launched.
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _guarded():
+    processes.guarded()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_cache(tmp_path_factory) -> Path:
+    """What is simulated or compiled once serves all tests of a session, and no session after it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # whose folders lie side by side
+        folder = folder.parent
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache" / "compiled")
+    return folder / "cache"
+
+
+@pytest.fixture
+def _no_garbage():
+    """Let nothing be freed that an earlier test has left in a cycle: allocations are counted."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left():
+    yield
+    processes.end_all()
 
 
 @pytest.fixture(scope="session")
@@ -53,25 +90,20 @@ def tiny_dataset(tmp_path_factory) -> Path:
 def tiny_run(tiny_dataset, tmp_path):
     """Run train.py as a user does, on the tiny dataset; returns the finished process."""
 
-    def run(*flags: str, out_dir: Path = tmp_path / "out", processes: int = 1):
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        return subprocess.run(
-            [
-                sys.executable,
-                *(launcher if processes > 1 else []),
-                str(PROJECT / "train.py"),
-                *TINY_MODEL,
-                f"--dataset={tiny_dataset}",
-                f"--out_dir={out_dir}",
-                *flags,
-            ],
-            cwd=out_dir.parent,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+    def run(*flags: str, out_dir: Path = tmp_path / "out", ranks: int = 1):
+        return run_tiny(tiny_dataset, *flags, out_dir=out_dir, ranks=ranks)
 
     return run
+
+
+def run_tiny(dataset: Path, *flags: str, out_dir: Path, ranks: int = 1):
+    words = [*TINY_MODEL, f"--dataset={dataset}", f"--out_dir={out_dir}", *flags]
+    if any(flag.startswith("--hours=") for flag in flags):  # beside it no other length is allowed
+        words = [word for word in words if not word.startswith("--max_iters=")]
+    if ranks == 1:
+        return processes.run_script("train.py", *words, cwd=out_dir.parent)
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    return processes.run([*launcher, PROJECT / "train.py", *words], cwd=out_dir.parent)
 
 
 def read_metrics(out_dir: Path, kind: str, value: str) -> dict[int, float]:

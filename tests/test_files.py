@@ -2,14 +2,14 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from nanofit.config import PROJECT
 from nanofit.files import atomic_write, sync
+from nanofit.settings.config import PROJECT
+from tests import processes
 
 CHILD = """
 import os, resource, signal, sys
@@ -33,9 +33,7 @@ def path(tmp_path):
 def run_child(path, *, before="", after=""):
     code = CHILD.format(before=before, after=after)
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}
-    return subprocess.run(
-        [sys.executable, "-c", code, str(path)], env=environment, capture_output=True, text=True
-    )
+    return processes.run([sys.executable, "-c", code, path], env=environment)
 
 
 def names(path):

@@ -1,15 +1,20 @@
-"""The model against Hugging Face's GPT-2, against the plain loss, and against its own promises."""
+"""The model against Hugging Face's GPT-2, the published modern one, and its own promises."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
 
-from model import GPT, GPTConfig, KVCache
+from model import GPT, KVCache, _NormedAndTurned, _turns
+from nanofit.settings.shape import GPTConfig
+from tests import published
 
 SHAPE = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=101, bias=True)
+MODERN = replace(SHAPE, arch="modern")
+ARCHITECTURES = pytest.mark.parametrize("shape", [SHAPE, MODERN], ids=["gpt2", "modern"])
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
@@ -66,8 +71,9 @@ def test_chunked_loss_and_gradients_equal_the_full_ones(dtype, loss_tolerance, g
         assert difference < gradient_tolerance, name
 
 
-def test_ignored_labels_do_not_count():
-    model = GPT(SHAPE)
+@ARCHITECTURES
+def test_ignored_labels_do_not_count(shape):
+    model = shaken(GPT(shape))
     idx, targets = torch.randint(0, 101, (2, 24)), torch.randint(0, 101, (2, 24))
     of_first = model(idx[:1], targets[:1])
     for ignored in (-1, -100):
@@ -91,8 +97,9 @@ def test_largest_allocation_of_a_step_is_one_chunk_of_logits(loss, rows, dtype):
     assert 0 <= max(allocations(step)) - rows * 30000 * 4 <= 128
 
 
-def test_logits_do_not_depend_on_later_tokens():
-    model = GPT(SHAPE).eval()
+@ARCHITECTURES
+def test_logits_do_not_depend_on_later_tokens(shape):
+    model = shaken(GPT(shape)).eval()
     idx = torch.randint(0, 101, (1, 24))
     changed = idx.clone()
     changed[0, 15:] = (changed[0, 15:] + 1) % 101
@@ -127,8 +134,10 @@ def test_dropout_acts_in_training_alone():
 @pytest.mark.parametrize("recompute", ["selective", "alternate", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_recomputed_gradients_equal_the_kept_ones(dropout, dtype, recompute):
-    model, idx = GPT(replace(SHAPE, n_layer=4, dropout=dropout)), torch.randint(0, 101, (3, 24))
+@ARCHITECTURES
+def test_recomputed_gradients_equal_the_kept_ones(shape, dropout, dtype, recompute):
+    model = shaken(GPT(replace(shape, n_layer=4, dropout=dropout)))
+    idx = torch.randint(0, 101, (3, 24))
     kept = loss_and_gradients(model, idx, dtype)
     model.recompute = recompute
     for again, expected in zip(loss_and_gradients(model, idx, dtype), kept, strict=True):
@@ -136,8 +145,9 @@ def test_recomputed_gradients_equal_the_kept_ones(dropout, dtype, recompute):
 
 
 @pytest.mark.parametrize("recompute", ["selective", "alternate", "block"])
-def test_recomputed_gradients_stay_when_compiled(recompute):
-    model, idx = GPT(SHAPE), torch.randint(0, 101, (3, 24))
+@ARCHITECTURES
+def test_recomputed_gradients_stay_when_compiled(shape, recompute):
+    model, idx = shaken(GPT(shape), std=0.1), torch.randint(0, 101, (3, 24))
     kept = loss_and_gradients(model, idx, torch.bfloat16)
     model.recompute = recompute
     torch._dynamo.reset()
@@ -158,6 +168,7 @@ def test_recomputed_gradients_stay_when_compiled(recompute):
         ("block", 1, 0),
     ],
 )
+@pytest.mark.usefixtures("_no_garbage")
 def test_each_layer_keeps_what_a_hand_count_says(recompute, floats_per_channel, others):
     width, tokens = 128, 4 * 64
 
@@ -198,8 +209,9 @@ def test_blocks_run_again_in_training_alone():
     assert runs == [1, 1, 1, 1]
 
 
-def test_cropped_model_gives_the_same_logits_for_short_sequences():
-    model, idx = GPT(SHAPE).eval(), torch.randint(0, 101, (2, 10))
+@ARCHITECTURES
+def test_cropped_model_gives_the_same_logits_for_short_sequences(shape):
+    model, idx = shaken(GPT(shape)).eval(), torch.randint(0, 101, (2, 10))
     before = model(idx)
     model.crop_block_size(10)
     assert model.config.block_size == 10
@@ -231,7 +243,150 @@ def test_parameters_and_flops_match_hand_counts():
     total = 101 * 32 + 24 * 32 + 2 * block + 2 * 32
     assert model.num_params() == total
     assert model.num_params(positions=False) == total - 24 * 32
-    assert model.flops_per_token() == 6 * (total - 24 * 32) + 12 * 2 * 32 * 24
+    assert model.config.flops_per_token == 6 * (total - 24 * 32) + 12 * 2 * 32 * 24
+
+
+# modern
+
+
+@pytest.mark.parametrize("n_head", [1, 2, 8])
+@pytest.mark.parametrize("bias", [True, False])
+def test_modern_logits_loss_and_gradients_are_the_published_models(bias, n_head):
+    """Heads of 32, 16 and 4 dimensions, the fewest of which half can turn."""
+    shape = replace(MODERN, n_head=n_head, bias=bias)
+    model = shaken(GPT(shape))
+    idx, targets = torch.randint(0, 101, (2, 2, 24)).unbind()
+    reference = in_float64(model)
+    expected = published.loss(reference, idx, targets, n_head)
+    expected.backward()
+    model(idx, targets).backward()
+    exact = published.logits(reference, idx, n_head)
+    assert exact.abs().max() > 5  # of 15: the cap is felt
+    torch.testing.assert_close(model(idx).double(), exact, atol=2e-5, rtol=0)
+    assert model(idx, targets).item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.grad, reference[name].grad) < 2e-5, name
+
+
+def test_modern_attention_scale_is_the_published_one_at_128():
+    shape = replace(MODERN, n_head=1, n_embd=128)
+    assert GPT(shape).transformer.h[0].attn.scale == 0.12
+    assert GPT(replace(shape, n_head=4)).transformer.h[0].attn.scale == pytest.approx(0.24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_modern_half_precision_stays_near_the_published_model(dtype):
+    model = shaken(GPT(MODERN), std=0.1)
+    idx, targets = torch.randint(0, 101, (2, 2, 24)).unbind()
+    reference = in_float64(model)
+    published.loss(reference, idx, targets, 4).backward()
+    with torch.autocast("cpu", dtype):
+        loss = model(idx, targets)
+    (loss * 1024).backward()
+    assert loss.dtype == torch.float32
+    for name, parameter in model.named_parameters():
+        tolerance = 0.03 if dtype == torch.bfloat16 else 0.004
+        assert relative(parameter.grad / 1024, reference[name].grad) < tolerance, name
+
+
+def test_norm_and_turn_have_the_gradient_of_their_formula():
+    turns = _turns(MODERN).double()
+    x = torch.randn(2, 24, 4, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(_NormedAndTurned.apply, (x, turns), atol=1e-8)
+    by_hand = published.rotated(published.rms_norm(x.transpose(1, 2))).transpose(1, 2)
+    torch.testing.assert_close(_NormedAndTurned.apply(x, turns), by_hand, atol=1e-6, rtol=0)
+
+
+def test_norm_and_turn_of_zeros_are_zeros():
+    x = torch.zeros(1, 24, 4, 8, requires_grad=True)
+    y = _NormedAndTurned.apply(x, _turns(MODERN))
+    y.sum().backward()
+    assert not y.any() and x.grad.isfinite().all()
+
+
+def test_modern_starts_as_published():
+    shape = GPTConfig(
+        n_layer=2, n_head=2, n_embd=256, block_size=8, vocab_size=1000, bias=True, arch="modern"
+    )
+    model = GPT(shape)
+    spread = (0.33 / 256) ** 0.5  # a variance of 0.33 / fan-in
+    for name, parameter in model.named_parameters():
+        if name.endswith(("c_attn.weight", "c_fc.weight")):
+            expected = (0.0, spread)
+        elif name.endswith("wte.weight"):
+            expected = (0.0, 1.0)
+        elif ".ln_" in name:
+            expected = (1.0, 0.0)
+        else:  # biases, output projections and the head
+            expected = (0.0, 0.0)
+        found = (parameter.mean().item(), parameter.std().item())
+        assert found == pytest.approx(expected, rel=0.01, abs=0.005 * expected[1]), name
+    assert model.lm_head.weight is not model.transformer.wte.weight
+    assert {n for n, p in model.named_parameters() if p.dim() == 1 and "ln" not in n} == {
+        name.replace("weight", "bias")
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2 and "wte" not in name
+    }
+    idx = torch.randint(0, 1000, (2, 8))
+    assert model(idx, idx).item() == pytest.approx(math.log(1000))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_parameter_sizes_are_those_of_the_model(arch, bias):
+    shape = replace(SHAPE, arch=arch, bias=bias)
+    model = GPT(shape)
+    sizes = map(math.prod, shape.weights().values())
+    assert sorted(sizes) == sorted(p.numel() for p in model.parameters())
+    assert model.num_params() == shape.parameters
+    table = model.transformer.wte.weight.numel()
+    other = table if arch == "modern" else model.transformer.wpe.weight.numel()
+    assert shape.embedding_parameters == table + other
+
+
+def test_flops_of_a_modern_token_leave_out_the_lookup():
+    model = GPT(MODERN)
+    multiplied = model.num_params() - 101 * 32
+    assert MODERN.flops_per_token == 6 * multiplied + 12 * 2 * 32 * 24
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+def test_compiled_modern_model_equals_the_eager_one(backend):
+    model, idx = shaken(GPT(MODERN)), torch.randint(0, 101, (3, 24))
+    eager = loss_and_gradients(model, idx, torch.float32)
+    torch._dynamo.reset()
+    model.compile(dynamic=False, backend=backend)
+    for compiled, expected in zip(
+        loss_and_gradients(model, idx, torch.float32), eager, strict=True
+    ):
+        assert relative(compiled, expected) < 1e-5
+
+
+def test_modern_checkpoint_gives_its_logits_again(tmp_path):
+    model, idx = shaken(GPT(MODERN)).eval(), torch.randint(0, 101, (2, 24))
+    content = {"model": model.state_dict(), "model_args": vars(MODERN)}
+    torch.save(content, tmp_path / "ckpt.pt")
+    again = GPT.from_checkpoint(tmp_path / "ckpt.pt").eval()
+    assert again.config == MODERN
+    assert torch.equal(again(idx), model(idx))
+
+
+def shaken(model: GPT, std: float = 0.3) -> GPT:
+    """With random numbers where a fresh model has zeros and ones, so that each one matters."""
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float(".ln_" in name), std=std)
+    return model
+
+
+def in_float64(model: GPT) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.detach().double().requires_grad_()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def relative(tensor: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((tensor - truth).norm() / truth.norm()).item()
 
 
 def hugging_face_model(activation: str):

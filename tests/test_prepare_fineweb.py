@@ -20,11 +20,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import prepare_fineweb
-from nanofit import documents, parquet
-from nanofit.documents import ChunkEncoder
-from nanofit.parquet import Chunk
+from nanofit.data import documents, parquet
+from nanofit.data.documents import ChunkEncoder
+from nanofit.data.parquet import Chunk
+from nanofit.data.tokenizer import gpt2, reference_encoder
 from nanofit.terminal import InputError
-from nanofit.tokenizer import gpt2, reference_encoder
+from tests import processes
 
 SCRIPT = Path(prepare_fineweb.__file__)
 ODD = [
@@ -244,18 +245,12 @@ def start(folder: Path, shard: Path, before: str = "pass", **settings) -> subpro
     """The script in a process of its own that commits after every few rows."""
     code = f"""
 import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
-import prepare_fineweb; from nanofit import bins, dataset, parquet
+import prepare_fineweb; from nanofit.data import bins, dataset, parquet
 prepare_fineweb.COMMIT_EVERY_S = 0; parquet.CHUNK_ROWS = 20
 {before}
 prepare_fineweb.run_script(prepare_fineweb.main)"""
     arguments = [str(shard), "--out", str(folder), "--encoder", "tiktoken", "--workers", "2"]
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **settings,
-    )
+    return processes.start([sys.executable, "-c", code, *arguments], **settings)
 
 
 KILL_AFTER = """
@@ -454,11 +449,11 @@ def test_an_engine_gives_the_plain_runs_dataset(tmp_path):
     prepare(tmp_path / "in", "--out", tmp_path / "plain", "--limit_docs", 100)
     command = [sys.executable, SCRIPT, tmp_path / "in", "--out", tmp_path / "spread"]
     command += ["--engine", "local", "--workers", "2", "--limit_docs", "100"]
-    subprocess.run(command, check=True, capture_output=True)
+    processes.run(command, check=True)
     assert_same_dataset(tmp_path / "plain", tmp_path / "spread")
     plain, spread = read_meta(tmp_path / "plain"), read_meta(tmp_path / "spread")
     assert all(plain[part] == spread[part] for part in ("sources", "options", "counts"))
-    again = subprocess.run(command, check=True, capture_output=True, text=True)
+    again = processes.run(command, check=True)
     assert "nothing to do" in again.stdout
 
 
@@ -469,7 +464,7 @@ def test_an_engine_tells_which_shard_failed_and_why(tmp_path):
         write_shard(tmp_path / f"in/{name}.parquet", texts, group=5000, write_page_checksum=True)
     damage(tmp_path / "in/harmed.parquet", 2000)
     command = [sys.executable, SCRIPT, tmp_path / "in", "--out", tmp_path / "out"]
-    done = subprocess.run([*command, "--engine", "local"], capture_output=True, text=True)
+    done = processes.run([*command, "--engine", "local"])
     assert done.returncode == 2
     assert "1 of 2 shards failed; 00001-harmed:" in done.stderr.splitlines()[-1]
     assert "damaged in row group 0" in done.stderr.splitlines()[-1]
@@ -620,10 +615,7 @@ def test_bad_flags_are_one_clear_line(tmp_path, flags, message):
 
 def test_as_a_script_bad_input_is_exit_code_2_and_no_traceback(tmp_path):
     for arguments in ([], [str(tmp_path / "missing.parquet")]):
-        done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
+        done = processes.run([sys.executable, SCRIPT, *arguments])
         assert done.returncode == 2
         assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
-    assert (
-        "usage: python prepare_fineweb.py"
-        in subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True).stderr
-    )
+    assert "usage: python prepare_fineweb.py" in processes.run([sys.executable, SCRIPT]).stderr

@@ -1,15 +1,16 @@
 """sample.py as its user calls it, from a checkpoint alone."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROJECT
 
-from model import GPT, GPTConfig
-from nanofit.config import flatten
+from model import GPT
+from nanofit.settings.config import flatten
+from nanofit.settings.shape import GPTConfig
+from tests import processes
+from tests.conftest import PROJECT
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,4 @@ def test_bad_input_is_told_in_a_line(run_folder, flags, message):
 
 
 def sample(*flags: str, stdin: str = "") -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, PROJECT / "sample.py", *flags], input=stdin, capture_output=True, text=True
-    )
+    return processes.run_script("sample.py", *flags, cwd=PROJECT, stdin=stdin)

@@ -4,7 +4,6 @@ import calendar
 import os
 import re
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,8 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from data.sample import grammar, make_shard
+from nanofit.data.tokenizer import gpt2
 from nanofit.terminal import InputError
-from nanofit.tokenizer import gpt2
+from tests import processes
 
 SCRIPT = Path(make_shard.__file__)
 SIZE_BYTES = 3_000_000
@@ -90,9 +90,8 @@ def test_texts_do_not_depend_on_how_python_hashes():
     def first_text(hash_seed):
         code = "from data.sample import grammar; print(grammar.write(1, 2))"
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        return subprocess.check_output(
-            [sys.executable, "-c", code], cwd=SCRIPT.parents[2], env=environment
-        )
+        command = [sys.executable, "-c", code]
+        return processes.run(command, cwd=SCRIPT.parents[2], env=environment, check=True).stdout
 
     assert first_text("1") == first_text("2")
 
@@ -133,8 +132,8 @@ def test_memory_does_not_grow_with_the_size(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "shard")]
     # Arrow's own allocators give memory back when they find the time.
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}
-    output = subprocess.check_output(command, cwd=SCRIPT.parents[2], text=True, env=environment)
-    before, peak = map(int, output.split()[-2:])
+    done = processes.run(command, cwd=SCRIPT.parents[2], env=environment, check=True)
+    before, peak = map(int, done.stdout.split()[-2:])
     assert peak < before + 12_000
     assert peak < 400_000
 
@@ -245,7 +244,7 @@ def test_bad_input_is_one_clear_line(options, tmp_path):
 def test_script_runs_in_any_folder_and_exits_with_2_on_bad_input(tmp_path):
     def run(*options):
         command = [sys.executable, str(SCRIPT), "--out", "made/here.parquet", *options]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return processes.run(command, cwd=tmp_path)
 
     good, bad = run("--size", "20kB"), run("--size", "0")
     assert good.returncode == 0, good.stderr

@@ -3,14 +3,14 @@
 import os
 import pty
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from nanofit.config import PROJECT
+from nanofit.settings.config import PROJECT
 from nanofit.terminal import Progress, compact, duration
+from tests import processes
 
 PLAIN_ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": str(PROJECT), "TERM": "xterm"}
 SCRIPT = """
@@ -27,7 +27,7 @@ from nanofit.terminal import Progress
 with Progress("counting", 4, every_s={every_s}) as progress:
     for done in range(1, 5):
         progress.update(done, f"seen {{done}}")
-    progress.line("done [bold]all[/bold] \u00d7 4 " + "long " * 60)
+    progress.line("done [bold]all[/bold] \u00d7 4 " + "long " * 60, style="yellow", bold=["4"])
 """
 
 
@@ -40,14 +40,22 @@ def clock(monkeypatch):
 
 
 def run(code, *args, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code, *args],
+    command = [sys.executable, "-c", code, *args]
+    return processes.run(command, env=PLAIN_ENVIRONMENT | environment, encoding="utf-8")
+
+
+def run_on_terminal(code, **environment):
+    main_end, terminal = pty.openpty()
+    with processes.start(
+        [sys.executable, "-c", code],
         env=PLAIN_ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=60,
-    )
+        stdout=terminal,
+        stderr=terminal,
+    ) as child:
+        os.close(terminal)
+        shown = read_all(main_end)
+    assert child.returncode == 0, shown
+    return shown
 
 
 def run_main(body, *args, **environment):
@@ -108,18 +116,48 @@ def test_lines_in_a_pipe_come_no_more_often_than_asked(clock, capsys):
 
 
 def test_a_terminal_gets_one_live_line():
-    main_end, terminal = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", REPORTING.format(every_s=0)],
-        env=PLAIN_ENVIRONMENT,
-        stdout=terminal,
-        stderr=terminal,
-    ) as child:
-        os.close(terminal)
-        shown = read_all(main_end)
-    assert child.returncode == 0
+    shown = run_on_terminal(REPORTING.format(every_s=0))
     assert "\x1b[" in shown and "eta" in shown
     assert "counting 25%  seen 1" not in shown
+
+
+def test_only_a_terminal_gets_colour():
+    shown = run_on_terminal(REPORTING.format(every_s=0))
+    assert "\x1b[33mdone" in shown and "\x1b[1;33m4\x1b[0m" in shown
+    assert "\x1b" not in run(REPORTING.format(every_s=0)).stdout
+
+
+LONG = (
+    "step 6    out of memory: now eager, 2 sequences a pass; " + "more is tried again " * 8 + "end"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [(LONG, 10), (f"warning {LONG[10:]}", 8), (LONG[10:], 0), ("   0  eager  4 × 1  " + LONG, 30)],
+)
+def test_a_long_line_goes_on_under_its_last_column_on_a_terminal(text, column):
+    code = f"from nanofit.terminal import folded; print(folded({text!r}))"
+    first, *more = run_on_terminal(code, COLUMNS="80").splitlines()
+    assert len(more) >= 2
+    assert all(len(line) <= 80 for line in (first, *more))
+    assert {len(line) - len(line.lstrip()) for line in more} == {column}
+    assert " ".join([first, *(line.strip() for line in more)]) == text
+    assert run(code, COLUMNS="80").stdout == f"{text}\n"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_live_line_fits_the_terminal(columns):
+    code = (
+        "from nanofit.terminal import Progress\n"
+        "with Progress('training', 10**5) as progress:\n"
+        "    progress.update(10**4, 'loss 3.1234  56.1k tok/s  mfu 40.0%')\n"
+    )
+    shown = run_on_terminal(code, COLUMNS=str(columns))
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", shown))
+    [line] = {re.sub(r"eta .*", "eta", line) for line in lines if "mfu" in line}
+    assert line.startswith("training ") and " 10% loss 3.1234  56.1k tok/s  mfu 40.0% eta" in line
+    assert max(map(len, lines)) <= columns
 
 
 def test_a_quiet_progress_says_nothing(capfd):

@@ -14,17 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PROJECT, TINY_MODEL, read_metrics
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
-from nanofit.config import load_config
-from nanofit.device import describe_device
-from nanofit.dist import Ranks
-from nanofit.loader import TrainSequences, open_bins
-from nanofit.stop import watch_for_stop
+from nanofit.data.loader import TrainSequences
+from nanofit.data.tokens import open_bins
+from nanofit.machine.device import describe_device
+from nanofit.machine.dist import Ranks
+from nanofit.run.stop import watch_for_stop
+from nanofit.settings.config import load_config
 from nanofit.terminal import InputError
+from tests import processes
+from tests.conftest import PROJECT, TINY_MODEL, read_metrics, run_tiny
 
 HALF_WAY = 7
 
@@ -34,7 +36,7 @@ def test_loss_falls_and_the_run_tells_what_it_derives(tiny_run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "4 × 2 = 8 sequences, 128 tokens" in done.stdout
     # What an evaluation that runs out of memory would lose is saved before it.
-    assert done.stdout.index("step 6  saved") < done.stdout.index("step 6  val_loss")
+    assert done.stdout.index("step 6   saved") < done.stdout.index("step 6   validation")
     losses = read_metrics(tmp_path / "out", "step", "loss")
     assert sorted(losses) == list(range(12))
     assert losses[11] < losses[0] - 0.5
@@ -46,11 +48,15 @@ def test_loss_falls_and_the_run_tells_what_it_derives(tiny_run, tmp_path):
     [
         ["--dropout=0.2"],
         ["--dtype=bfloat16"],
+        ["--arch=modern", "--optimizer=muon", "--bias=True", "--dtype=bfloat16"],
         ["--dtype=float16", "--dropout=0.2", "--loss=full"],
-        # Compiled from the start, so that no timing decides whether it stays so.
-        ["--compile=True", "--compile_after=0", "--dropout=0.2", "--dtype=float16"],
+        pytest.param(
+            # Compiled from the start, so that no timing decides whether it stays so.
+            ["--compile=True", "--compile_after=0", "--dropout=0.2", "--dtype=float16"],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["dropout", "bfloat16", "float16", "compiled"],
+    ids=["dropout", "bfloat16", "muon", "float16", "compiled"],
 )
 def test_resumed_run_repeats_the_uninterrupted_losses(tiny_run, tmp_path, flags):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -58,7 +64,7 @@ def test_resumed_run_repeats_the_uninterrupted_losses(tiny_run, tmp_path, flags)
     crash_after(HALF_WAY, tiny_run, flags, cut)
     resumed = tiny_run(*flags, out_dir=cut)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"step {HALF_WAY}  resumed" in resumed.stdout
+    assert f"step {HALF_WAY}   resumed" in resumed.stdout
     assert ("now compiled" in resumed.stdout) == ("--compile=True" in flags)
     for kind, value in (("step", "loss"), ("step", "grad_norm"), ("eval", "val_loss")):
         assert read_metrics(cut, kind, value) == read_metrics(whole, kind, value)
@@ -88,22 +94,27 @@ def test_micro_batch_does_not_change_the_curve(tiny_run, tmp_path):
     assert curves[2] == pytest.approx(curves[0], abs=2e-6)
 
 
-def test_two_processes_give_the_curve_of_one_and_either_continues_the_other(tiny_run, tmp_path):
+@pytest.mark.parametrize(
+    "flags", [[], ["--arch=modern", "--optimizer=muon", "--bias=True"]], ids=["adamw", "muon"]
+)
+def test_two_processes_give_the_curve_of_one_and_either_continues_the_other(
+    tiny_run, tmp_path, flags
+):
     one, two, mixed = tmp_path / "one", tmp_path / "two", tmp_path / "mixed"
-    assert tiny_run(out_dir=one).returncode == 0
-    done = tiny_run(out_dir=two, processes=2)
+    assert tiny_run(*flags, out_dir=one).returncode == 0
+    done = tiny_run(*flags, out_dir=two, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 5  loss") == 1  # the main process alone speaks
+    assert done.stdout.count("step 5   loss") == 1  # the main process alone speaks
     assert curve(two) == pytest.approx(curve(one), abs=2e-6)
     for first, second in ((1, 2), (2, 1)):
         shutil.rmtree(mixed, ignore_errors=True)
-        crash_after(HALF_WAY, tiny_run, [], mixed, processes=first)
-        assert tiny_run(out_dir=mixed, processes=second).returncode == 0
+        crash_after(HALF_WAY, tiny_run, flags, mixed, ranks=first)
+        assert tiny_run(*flags, out_dir=mixed, ranks=second).returncode == 0
         assert curve(mixed) == pytest.approx(curve(one), abs=2e-6)
 
 
 def test_sequences_that_cannot_be_shared_are_refused(tiny_run):
-    done = tiny_run("--batch_size=3", "--gradient_accumulation_steps=1", processes=2)
+    done = tiny_run("--batch_size=3", "--gradient_accumulation_steps=1", ranks=2)
     assert done.returncode != 0
     errors = [line for line in done.stderr.splitlines() if "error: " in line]
     assert len(errors) == 1, done.stderr
@@ -124,7 +135,7 @@ def test_a_signal_saves_and_the_same_command_continues(tiny_run, tiny_dataset, t
     step = int(saved[0].stem.removeprefix("ckpt-"))
     assert max(read_metrics(out, "step", "loss")) == step - 1  # not one finished step is lost
     resumed = tiny_run(f"--max_iters={step + 1}", "--eval_interval=100000")
-    assert f"step {step}  resumed" in resumed.stdout, resumed.stderr
+    assert re.search(rf"step {step} +resumed", resumed.stdout), resumed.stderr
 
 
 def test_second_interrupt_ends_at_once(tiny_dataset, tmp_path):
@@ -177,7 +188,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(tiny_run, tmp_path):
         done = tiny_run(*flags, out_dir=tmp_path / "trial")
         assert done.returncode == 0, done.stderr
         assert "ckpt-00000006.pt is damaged" in done.stdout
-        assert "step 3  resumed" in done.stdout
+        assert "step 3   resumed" in done.stdout
         assert curve(tmp_path / "trial") == curve(whole)
     for path in out.glob("ckpt-*.pt"):
         cut_in_half(path)
@@ -264,15 +275,32 @@ def test_finished_run_says_so_and_changes_nothing(tiny_run, tmp_path):
         ("--learning_rate=0.5", "learning_rate = 0.01 (now 0.5)"),
         ("--batch_size=16", "8 sequences per step (now 32)"),
         ("--seed=2", "seed = 1337 (now 2)"),
+        ("--optimizer=muon", "optimizer = adamw (now muon)"),
+        ("--arch=modern", "arch = gpt2 (now modern)"),
     ],
 )
 def test_another_run_is_not_continued_by_mistake(finished_run, tiny_run, flag, message):
     assert_refused(tiny_run(flag, "--max_iters=20", out_dir=finished_run), message)
 
 
+@pytest.mark.parametrize(("begun", "now"), [("gpt2", "modern"), ("modern", "gpt2")])
+def test_weights_of_one_architecture_do_not_begin_a_run_of_the_other(
+    tiny_run, tmp_path, begun, now
+):
+    first = tmp_path / "first"
+    assert tiny_run(f"--arch={begun}", "--max_iters=1", out_dir=first).returncode == 0
+    flags = [f"--init_from={first / 'ckpt-00000001.pt'}", "--max_iters=1"]
+    refused = tiny_run(*flags, f"--arch={now}")
+    assert_refused(refused, f"arch = '{begun}', which cannot become '{now}'; use --arch={begun}")
+    assert len(refused.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+    assert tiny_run(*flags, f"--arch={begun}").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--arch=modern", "--n_embd=12"], "12 / 2 = 6 are no multiple of 4"),
         (["--dataset=/nonexistent/place"], "no dataset folder"),
         (["--n_embd=17"], "n_embd = 17 is not divisible by n_head = 2"),
         (["--vocab_size=10"], "vocabulary of 64"),
@@ -301,7 +329,7 @@ def test_full_disk_in_mid_run_is_told_and_the_run_goes_on(tiny_dataset, tmp_path
     out = tmp_path / "out"
     process = start(tiny_dataset, out, limit_file_bytes=50_000)
     stdout, stderr = process.communicate(timeout=120)
-    assert "step 6  save failed" in stdout
+    assert "step 6   not saved, going on: " in stdout
     assert "step 11  loss" in stdout
     assert process.returncode == 2
     assert stderr.startswith("error: step 12 could not be saved")
@@ -311,7 +339,7 @@ def test_full_disk_in_mid_run_is_told_and_the_run_goes_on(tiny_dataset, tmp_path
 def test_parquet_without_bins_is_prepared_first(tiny_run, tmp_path):
     folder = tmp_path / "data"
     make_shard = [sys.executable, PROJECT / "data" / "sample" / "make_shard.py", "--size=1MB"]
-    subprocess.run([*make_shard, "--out", folder / "shard.parquet"], check=True)
+    processes.run([*make_shard, "--out", folder / "shard.parquet"], check=True)
     done = tiny_run(f"--dataset={folder}", "--vocab_size=50304", "--max_iters=1")
     assert done.returncode == 0, done.stderr
     assert "holds parquet files but no bins" in done.stdout
@@ -319,9 +347,7 @@ def test_parquet_without_bins_is_prepared_first(tiny_run, tmp_path):
 
 
 def test_help_lists_the_settings():
-    done = subprocess.run(
-        [sys.executable, PROJECT / "train.py", "--help"], capture_output=True, text=True
-    )
+    done = processes.run([sys.executable, PROJECT / "train.py", "--help"])
     assert done.returncode == 0
     assert "--learning_rate=0.0006" in done.stdout
 
@@ -356,7 +382,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(tiny_run, 
 
 
 def test_all_processes_stop_when_a_run_diverges(tiny_run, tmp_path):
-    done = tiny_run(*DIVERGING, processes=2)
+    done = tiny_run(*DIVERGING, ranks=2)
     assert done.returncode != 0
     assert done.stderr.count("the last good checkpoint is") == 1
 
@@ -392,7 +418,6 @@ def poisoned_dataset(tmp_path_factory) -> Path:
         (np.arange(count) % 64).astype(np.uint16).tofile(folder / f"{split}.bin")
     bins, _ = open_bins(folder, block_size=16, vocab_size=64)
     device = describe_device("cpu")
-    torch.use_deterministic_algorithms(False)
     sequences = TrainSequences(bins, 16, 64, device, sequences_per_step=1, seed=1337)
     tokens = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r+")
     random = np.random.default_rng(5)
@@ -440,7 +465,9 @@ def test_spikes_are_skipped_on_the_way(tiny_run, poisoned_dataset, tmp_path):
 # a run in hours
 
 
-HOURS = ["--hours=0.0005", "--warmup_iters=20", "--save_interval=1", "--keep_checkpoints=100000"]
+# The length is fixed in the warm-up, which then stays as it is if it is no more than a tenth of the
+# run: 200 steps, for which there are 7 seconds.
+HOURS = ["--hours=0.002", "--warmup_iters=20", "--save_interval=1", "--keep_checkpoints=100000"]
 HOURS += ["--eval_interval=100000"]
 
 
@@ -470,17 +497,19 @@ def test_a_run_in_hours_keeps_its_length_when_resumed(tiny_run, tmp_path):
     assert "schedule was changed" not in resumed.stdout
     assert read_metrics(out, "step", "loss") == losses
     assert f"the run is complete at step {steps}" in tiny_run(*HOURS).stdout
-    assert_refused(tiny_run(*HOURS, "--hours=7"), "hours = 0.0005 (now 7.0)")
+    assert_refused(tiny_run(*HOURS, "--hours=7"), "hours = 0.002 (now 7.0)")
     # Killed before its speed was known, it measures again.
     for path in out.glob("ckpt-*.pt"):
         if path.name > "ckpt-00000005.pt":
             path.unlink()
     again = tiny_run(*HOURS)
-    assert "step 5  resumed" in again.stdout and "length fixed" in again.stdout, again.stderr
+    assert re.search("step 5 +resumed", again.stdout) and "length fixed" in again.stdout, (
+        again.stderr
+    )
 
 
 def test_all_processes_agree_on_the_length_of_a_run_in_hours(tiny_run, tmp_path):
-    done = tiny_run(*HOURS, processes=2)
+    done = tiny_run(*HOURS, ranks=2)
     assert done.returncode == 0, done.stderr
     assert max(read_metrics(tmp_path / "out", "step", "loss")) == fixed_length(tmp_path / "out") - 1
 
@@ -488,7 +517,7 @@ def test_all_processes_agree_on_the_length_of_a_run_in_hours(tiny_run, tmp_path)
 @pytest.fixture(scope="module")
 def finished_run(tiny_dataset, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "out"
-    assert start(tiny_dataset, out, "--max_iters=2").wait(timeout=60) == 0
+    assert run_tiny(tiny_dataset, "--max_iters=2", out_dir=out).returncode == 0
     return out
 
 
@@ -497,7 +526,7 @@ def start(
     out: Path,
     *flags: str,
     limit_file_bytes: int | None = None,
-    processes: int = 1,
+    ranks: int = 1,
 ):
     def limit():
         if limit_file_bytes:
@@ -505,15 +534,10 @@ def start(
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_file_bytes, limit_file_bytes))
 
     places = [f"--dataset={dataset}", f"--out_dir={out}"]
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-    launcher = launcher if processes > 1 else []
-    return subprocess.Popen(
-        [sys.executable, *launcher, PROJECT / "train.py", *TINY_MODEL, *places, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=limit,
-    )
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    launcher = launcher if ranks > 1 else []
+    command = [sys.executable, *launcher, PROJECT / "train.py", *TINY_MODEL, *places, *flags]
+    return processes.start(command, preexec_fn=limit)
 
 
 LARGE_STEP = (  # some 400 MB of activations in one micro-batch
@@ -522,27 +546,35 @@ LARGE_STEP = (  # some 400 MB of activations in one micro-batch
 ).split()
 
 
+@pytest.fixture(scope="module")
+def large_run(tiny_dataset, tmp_path_factory) -> Path:
+    """What large steps come to when nothing disturbs them."""
+    out = tmp_path_factory.mktemp("large") / "whole"
+    done = run_tiny(tiny_dataset, *LARGE_STEP, out_dir=out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_memory_taken_away_in_mid_run_shrinks_the_micro_batch_and_keeps_the_curve(
-    tiny_run, tiny_dataset, tmp_path
+    large_run, tiny_dataset, tmp_path
 ):
-    whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
-    assert tiny_run(*LARGE_STEP, out_dir=whole).returncode == 0
+    disturbed = tmp_path / "disturbed"
     process = start(tiny_dataset, disturbed, *LARGE_STEP)
     wait_for(lambda: '"step": 1,' in text_of(disturbed / "metrics.jsonl"))
     lower_limit = least_data_bytes(process.pid) + 200 * 10**6
     resource.prlimit(process.pid, resource.RLIMIT_DATA, (lower_limit, lower_limit))
     stdout, stderr = process.communicate(timeout=200)
     assert process.returncode == 0, stderr
-    assert "reason out of memory" in stdout
-    assert curve(disturbed) == pytest.approx(curve(whole), abs=2e-6)
+    assert re.search("out of memory.*: now eager", stdout)
+    assert curve(disturbed) == pytest.approx(curve(large_run), abs=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_process_that_runs_out_of_memory_takes_the_others_along(tiny_run, tiny_dataset, tmp_path):
-    whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
-    assert tiny_run(*LARGE_STEP, out_dir=whole).returncode == 0
-    process = start(tiny_dataset, disturbed, *LARGE_STEP, processes=2)
+def test_process_that_runs_out_of_memory_takes_the_others_along(large_run, tiny_dataset, tmp_path):
+    disturbed = tmp_path / "disturbed"
+    process = start(tiny_dataset, disturbed, *LARGE_STEP, ranks=2)
     wait_for(lambda: '"step": 1,' in text_of(disturbed / "metrics.jsonl"))
     pids = children_of(process.pid)
     second = next(pid for pid in pids if environment_of(pid).get("RANK") == "1")
@@ -550,8 +582,8 @@ def test_process_that_runs_out_of_memory_takes_the_others_along(tiny_run, tiny_d
     resource.prlimit(second, resource.RLIMIT_DATA, (lower_limit, lower_limit))
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
-    assert "reason out of memory" in stdout
-    assert curve(disturbed) == pytest.approx(curve(whole), abs=2e-6)
+    assert re.search("out of memory.*: now eager", stdout)
+    assert curve(disturbed) == pytest.approx(curve(large_run), abs=2e-6)
 
 
 INTERRUPT_SECOND_PROCESS = """
@@ -568,23 +600,21 @@ run_script(train.main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_update_interrupted_in_one_process_is_undone_in_all(tiny_run, tiny_dataset, tmp_path):
-    whole, disturbed, script = tmp_path / "whole", tmp_path / "disturbed", tmp_path / "script.py"
-    assert tiny_run(*LARGE_STEP, out_dir=whole).returncode == 0
+def test_update_interrupted_in_one_process_is_undone_in_all(large_run, tiny_dataset, tmp_path):
+    disturbed, script = tmp_path / "disturbed", tmp_path / "script.py"
     script.write_text(INTERRUPT_SECOND_PROCESS)
     places = [f"--dataset={tiny_dataset}", f"--out_dir={disturbed}"]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, *launcher, script, *TINY_MODEL, *places, *LARGE_STEP],
         env={**os.environ, "PYTHONPATH": str(PROJECT)},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "reason out of memory" in done.stdout
+    assert re.search("out of memory.*: now eager", done.stdout)
     assert "went back" not in done.stdout
-    assert curve(disturbed) == pytest.approx(curve(whole), abs=2e-6)
+    assert curve(disturbed) == pytest.approx(curve(large_run), abs=2e-6)
 
 
 def children_of(pid: int) -> list[int]:
@@ -658,10 +688,10 @@ def test_run_without_room_is_saved_and_goes_on_with_the_same_curve(
     assert curve(out) == pytest.approx(curve(expected), abs=2e-6)
 
 
-def crash_after(step: int, tiny_run, flags: list[str], out: Path, processes: int = 1) -> None:
+def crash_after(step: int, tiny_run, flags: list[str], out: Path, ranks: int = 1) -> None:
     """Leave a run as a power cut after the checkpoint of `step` would."""
     flags = [*flags, f"--max_iters={step}", "--lr_decay_iters=12"]
-    done = tiny_run(*flags, out_dir=out, processes=processes)
+    done = tiny_run(*flags, out_dir=out, ranks=ranks)
     assert done.returncode == 0, done.stderr
     (out / "ckpt-best.pt").unlink(missing_ok=True)
     evaluations_at_the_end = f'"kind": "eval", "step": {step},'

@@ -18,9 +18,9 @@ import pyarrow.parquet
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.sample import grammar
+from nanofit.data.tokenizer import gpt2
 from nanofit.files import atomic_write
 from nanofit.terminal import InputError, Progress, compact, duration, parse_size, run_script
-from nanofit.tokenizer import gpt2
 
 SCHEMA = pyarrow.schema(
     {

@@ -105,7 +105,8 @@ static void settle(void) {
   context_bytes = mib_setting("CARD_CONTEXT_MIB", "0");
   is_told_scalar = getenv("CARD_SCALARS") != NULL;
   is_disturbed = getenv("CARD_OTHERS_AFTER") && is_the_script();
-  if (getenv("CARD_TRACE") && is_the_script()) trace_file = fopen(getenv("CARD_TRACE"), "a");
+  int is_first = !strcmp(setting("LOCAL_RANK", "0"), "0");  // of those that torchrun starts
+  if (getenv("CARD_TRACE") && is_first && is_the_script()) trace_file = fopen(getenv("CARD_TRACE"), "a");
   open_state();
 }
 

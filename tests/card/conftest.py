@@ -28,8 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "covered: what it executes of the product is noted")
-    config.addinivalue_line("markers", "slow: compiles much; for make test-card-all")
-    config.addinivalue_line("markers", "unproven: failed or did not end when last run")
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
     python tests/card/covered.py .venv-cuda/coverage
 
-That is every line of nanofit/device.py but those for devices that tell nothing of their memory, as
-Apple's, and every condition elsewhere that asks for CUDA, with both of its outcomes. Exits with 1
-if any is missing.
+That is every line of nanofit/machine/device.py and memory.py but those for devices that tell
+nothing of their memory, as Apple's, and every condition elsewhere that asks for CUDA, with both of
+its outcomes. Exits with 1 if any is missing.
 """
 
 import ast
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
-DEVICE = PROJECT / "nanofit/device.py"
+MACHINE = [PROJECT / "nanofit/machine" / name for name in ("device.py", "memory.py")]
 
 
 def main(folder: Path) -> None:
@@ -27,13 +27,15 @@ def main(folder: Path) -> None:
     report = folder / "report.json"
     subprocess.run([*coverage, "json", "-q", *options, "-o", report], cwd=PROJECT, check=True)
     files = json.loads(report.read_text())["files"]
-    lines = set(_of(files, DEVICE)["missing_lines"]) - _lines_of_other_devices()
-    missing = [f"{DEVICE.name}:{line}" for line in sorted(lines)]
-    count = len(_of(files, DEVICE)["executed_lines"])
-    print(f"nanofit/device.py: {count} of {count + len(missing)} lines executed")
+    missing = []
+    for path in MACHINE:
+        lines = set(_of(files, path)["missing_lines"]) - _lines_of_other_devices(path)
+        count = len(_of(files, path)["executed_lines"])
+        missing += [f"{path.name}:{line}" for line in sorted(lines)]
+        print(f"machine/{path.name}: {count} of {count + len(lines)} lines executed")
     asked = 0
     for path in sorted([*PROJECT.glob("*.py"), *PROJECT.glob("nanofit/**/*.py")]):
-        if path != DEVICE:
+        if path not in MACHINE:
             for line in _conditions(path):
                 asked += 1
                 missing += [f"{path.name}:{line}"] * (not _is_covered(_of(files, path), line))
@@ -47,16 +49,14 @@ def _of(files: dict, path: Path) -> dict:
     return files.get(str(path), files.get(str(path.relative_to(PROJECT)), nothing))
 
 
-def _lines_of_other_devices() -> set[int]:
+def _lines_of_other_devices(path: Path) -> set[int]:
     """Those of the memory of any device, and of Apple's GPU."""
-    source = DEVICE.read_text()
-    [of_any] = [
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == "DeviceMemory"
-    ]
-    of_apple = [n for n, line in enumerate(source.splitlines(), 1) if "mps" in line]
-    return {*range(of_any.lineno, of_any.end_lineno + 1), *of_apple}
+    source = path.read_text()
+    lines = {number for number, line in enumerate(source.splitlines(), 1) if "mps" in line}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == "DeviceMemory":
+            lines.update(range(node.lineno, node.end_lineno + 1))
+    return lines
 
 
 def _conditions(path: Path) -> list[int]:

@@ -2,19 +2,20 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanofit.device import find_card
+from nanofit.machine.cards import find_card
 from tests.card.build import build, preload
+from tests.processes import end as end_process
+from tests.processes import start as start_process
 
 PROJECT = Path(__file__).resolve().parents[2]
 VENV = PROJECT / ".venv-cuda"
@@ -130,24 +131,20 @@ class CardWithoutGpu:
             **(_COVERAGE if self.is_covered else {}),
             **environment,
         }
-        process = subprocess.Popen(
+        process = start_process(
             [
-                str(PYTHON),
+                PYTHON,
                 *(launcher if processes > 1 else []),
                 *([str(PROJECT / script)] if str(script).endswith(".py") else [str(script)]),
                 *map(str, words),
             ],
             cwd=self.folder,
             env=self._environment(settings),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
         )
         try:
             yield Started(process, self.folder)
         finally:
-            kill_session(process)
+            end_process(process)
 
     def _environment(self, settings: dict[str, Any]) -> dict[str, str]:
         known = find_card(self.name)
@@ -160,7 +157,8 @@ class CardWithoutGpu:
             "CARD_PROCESSORS": known.tensor_cores // per_processor,
             "CARD_CONTEXT_MIB": CONTEXT_MIB,
             "XDG_CACHE_HOME": _cache(self.folder),
-            "TORCHINDUCTOR_CACHE_DIR": VENV / "cache/inductor",
+            # Inductor keeps graphs by a card's name, for which a true card has one capability.
+            "TORCHINDUCTOR_CACHE_DIR": VENV / f"cache/inductor{self.capability or ''}",
             "TRITON_CACHE_DIR": VENV / "cache/triton",
             "TORCHINDUCTOR_COMPILE_THREADS": 1,  # workers take longer to start than this
         }
@@ -198,15 +196,6 @@ class Started:
             calls=calls,
             out_dir=self.folder / "out",
         )
-
-
-def kill_session(process: subprocess.Popen) -> None:
-    """End a process and all that it started, whatever state they are in."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for pipe in (process.stdout, process.stderr):
-        pipe.close()
 
 
 def set_others(folder: Path, mib: int, device: int = 0) -> None:

@@ -10,13 +10,14 @@ from tests.card.harness import MIB
 FIND = """
 import gc, sys
 from dataclasses import asdict
-from nanofit.config import load_config
-from nanofit.device import describe_device
-from nanofit.dist import Ranks
-from nanofit.fit import find_fit
-from nanofit.memory import Setup, need_of
-from nanofit.search import sizes_for
-from nanofit.trial import trial_here
+from nanofit.settings.config import load_config
+from nanofit.machine.device import describe_device
+from nanofit.machine.dist import Ranks
+from nanofit.fit.fit import find_fit
+from nanofit.memory.setup import Setup
+from nanofit.memory.need import need_of
+from nanofit.fit.search import sizes_for
+from nanofit.fit.trial import trial_here
 
 def trial(*args, **kwargs):
     result = trial_here(*args, **kwargs)
@@ -25,14 +26,15 @@ def trial(*args, **kwargs):
 
 shape, learn, run = load_config(FLAGS)
 device = describe_device("cuda", run.dtype)
-own_bytes = trial(Setup(shape), 0, device="cuda", limit_bytes=None).used_bytes
+held_bytes = trial(Setup(shape), 0, device="cuda", limit_bytes=None).held_bytes
 fit = find_fit(shape, learn, run, device, Ranks(), trial=trial)
-setup = Setup(shape, dtype=device.precision, has_flash=device.has_flash, **asdict(fit.savers))
+setup = Setup(shape, dtype=device.precision, has_flash=device.has_flash,
+    optimizer=learn.optimizer, **asdict(fit.savers))
 larger = next(size for size in sizes_for(learn.sequences_per_step) if size > fit.eager.size)
 tried = trial(setup, larger, device="cuda", limit_bytes=fit.limit_bytes)
 say(size=fit.eager.size, limit=fit.limit_bytes, reserved=fit.eager.peak_bytes,
     allocated=fit.eager.peak_allocated_bytes,
-    forecast=need_of(setup).at(fit.eager.size) + own_bytes, dtype=device.precision,
+    forecast=need_of(setup).at(fit.eager.size) + held_bytes, dtype=device.precision,
     larger_fits=tried.peak_bytes is not None)
 """
 SHAPE = (
@@ -42,17 +44,19 @@ SHAPE = (
 
 
 @pytest.mark.parametrize(
-    ("name", "others", "dtype"),
+    ("name", "others", "dtype", "recipe"),
     [
-        pytest.param("3050 laptop", 600, "float16", marks=pytest.mark.unproven),
-        pytest.param("RTX 2060", 0, "bfloat16", marks=pytest.mark.unproven),  # which it has not
-        ("RTX 4070", 2118, "bfloat16"),
-        ("RTX 5090", 600, "bfloat16"),
-        ("RTX 4060", 0, "float32"),
+        ("3050 laptop", 600, "float16", ""),
+        ("RTX 2060", 0, "bfloat16", ""),  # which it has not
+        ("RTX 4070", 2118, "bfloat16", ""),
+        ("RTX 4070", 0, "bfloat16", "--arch=modern --optimizer=muon --bias=True"),
+        ("RTX 2080 Ti", 0, "float16", "--arch=modern --optimizer=muon --bias=True"),
+        ("RTX 5090", 600, "bfloat16", ""),
+        ("RTX 4060", 0, "float32", ""),
     ],
 )
-def test_fit_is_the_largest_the_allocator_bears(card, python, name, others, dtype):
-    flags = [*SHAPE, f"--dtype={dtype}"]
+def test_fit_is_the_largest_the_allocator_bears(card, python, name, others, dtype, recipe):
+    flags = [*SHAPE, f"--dtype={dtype}", *recipe.split()]
     code = f"FLAGS = {flags!r}\n" + FIND
     outcome, _ = python(code, on=card(name, others=others))
     seen = outcome[-1]
@@ -65,9 +69,10 @@ def test_fit_is_the_largest_the_allocator_bears(card, python, name, others, dtyp
 @pytest.mark.parametrize(("name", "total"), [("3050 laptop", 4096), ("RTX 4090", 24564)])
 def test_classes_of_free_memory_cost_little(card, python, name, total):
     code = """
-from nanofit.config import load_config
-from nanofit.device import describe_device
-from nanofit.fit import _Fitter, usable_bytes
+from nanofit.settings.config import load_config
+from nanofit.machine.device import describe_device
+from nanofit.fit.fit import _Fitter
+from nanofit.memory.budget import usable_bytes
 shape, learn, run = load_config([])
 device = describe_device("cuda")
 limit_bytes, _ = _Fitter(shape, learn, run, device, 480, print)._room()

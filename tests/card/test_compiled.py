@@ -9,15 +9,14 @@ import pytest
 
 from tests.card.harness import PROJECT, CardWithoutGpu, Run
 
-pytestmark = pytest.mark.slow
 CONFIG = "train_fineweb.py"
-OTHER_CONFIGS = ["demo.py", "train_small_30m.py", "train_gpt2_124m.py", "train_gpt2_medium_4070.py"]
+OTHER_CONFIGS = sorted({path.name for path in PROJECT.glob("config/*.py")} - {CONFIG})
 CARDS = {
     "7.5": "RTX 2060",
-    "8.0": "RTX 3090",
+    "8.0": "A100 80GB PCIe",
     "8.6": "RTX 3060",
     "8.9": "RTX 4070",
-    "9.0": "RTX 4090",
+    "9.0": "H100 PCIe",
     "12.0": "RTX 5090",
 }
 # Three sequences, so that in most shapes the last chunk of the loss is a short one.
@@ -33,16 +32,17 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from model import GPT
-from nanofit.compiler import compile_in_place
-from nanofit.config import load_config
-from nanofit.device import describe_device
-from nanofit.dist import Ranks
-from nanofit.loader import random_micro_batches
-from nanofit.optim import build_optimizer
-from nanofit.step import evaluate, train_step
+from nanofit.learning.compiler import compile_in_place
+from nanofit.settings.config import load_config
+from nanofit.machine.device import describe_device
+from nanofit.machine.dist import Ranks
+from nanofit.data.loader import random_micro_batches
+from nanofit.learning.optim import build_optimizer
+from nanofit.learning.step import evaluate, train_step
 
 shape, learn, run = load_config([sys.argv[1]])
 shape = replace(shape, n_layer=2)
+torch.backends.cuda.enable_cudnn_sdp(False)  # which 9.0 prefers: cuDNN needs a true driver
 device = describe_device("cuda", run.dtype)
 device.enter_thread()
 model = GPT(shape, loss=run.loss).to(device.torch_device)
@@ -77,8 +77,7 @@ def compiled_steps(config: str, on: CardWithoutGpu) -> dict:
 
 @pytest.mark.parametrize("capability", CARDS)
 def test_graphs_compile_for_every_kind_of_card(card, capability):
-    name = CARDS[capability]
-    seen = compiled_steps(CONFIG, card(name, memory=24576, capability=capability))
+    seen = compiled_steps(CONFIG, card(CARDS[capability], memory=24576))
     assert_compiled_once(seen)
     assert seen["capabilities"] == [int(capability.replace(".", ""))]
     assert seen["dtype"] == ("torch.float16" if capability == "7.5" else "torch.bfloat16")
@@ -90,13 +89,10 @@ def test_graphs_of_every_config_compile(card, config):
 
 
 def assert_compiled_once(seen: dict) -> None:
-    """A graph for training, one for evaluation, and of a chunk of the loss; nothing in eager.
-
-    torch may compile a chunk twice, as tensors within an operation may have other keys.
-    """
+    """A graph for training, one for evaluation, one of a chunk of the loss; nothing in eager."""
     assert seen["graph_breaks"] == {}
-    assert 3 <= seen["graphs"] <= 4
-    assert seen["frames"]["ok"] == seen["frames"]["total"] > 0
+    assert seen["graphs"] == 3
+    assert seen["frames"] == {"total": 2, "ok": 2}  # the model, and a chunk
     assert seen["launched"] > 10
 
 
@@ -105,7 +101,8 @@ import json, os, sys
 
 sys.path.insert(0, sys.argv[1])
 import torch
-from nanofit.loss import chunk_bytes, chunk_rows
+from nanofit.learning.loss import chunk_bytes
+from nanofit.learning.chunks import chunk_rows
 
 WIDTH, VOCABULARY = 576, 50304
 dtype = getattr(torch, sys.argv[2])
@@ -119,12 +116,16 @@ def loss_of(chunks):
     rows = chunks * chunk_rows(WIDTH, fused=True)
     hidden = torch.zeros(rows, WIDTH, dtype=dtype, device="cuda")
     targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
-    before, launched = torch.cuda.memory_allocated(), len(trace())
+    before, launched = requested_bytes("current"), len(trace())
     torch.cuda.reset_peak_memory_stats()
-    results = torch.ops.nanofit.loss_sum(hidden, weight, targets, dtype, True)
-    taken = torch.cuda.max_memory_allocated() - before
-    of_results = sum(one.numel() * one.element_size() for one in results)
-    return taken - of_results - chunk_bytes(*results[1:]), trace()[launched:]
+    _, *gradients = torch.ops.nanofit.loss_sum(hidden, weight, targets, dtype, True)
+    taken = requested_bytes("peak") - before
+    foreseen = sum(one.nbytes for one in gradients) + chunk_bytes(*gradients)
+    of_losses = 4 * rows
+    return taken - foreseen - of_losses, trace()[launched:]
+
+def requested_bytes(when):  # of which the allocator makes blocks, as nanofit/allocator.py foresees
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
 
 loss_of(2)  # compiles
 (unforeseen, fewer), (_, more) = loss_of(2), loss_of(3)
@@ -142,7 +143,7 @@ def test_chunk_of_the_loss_is_four_kernels_in_the_memory_foreseen(card, tmp_path
     assert more - fewer == 3
     fewer, more = seen["launches"]
     assert more - fewer == 4
-    assert 0 <= seen["unforeseen"] < 2**20  # the losses themselves
+    assert seen["unforeseen"] == 0
 
 
 def test_run_that_cannot_compile_goes_on_in_eager_and_says_so(train, tmp_path):

@@ -1,11 +1,11 @@
-"""nanofit/device.py on a card: what it says of it, what it counts, what it bounds."""
+"""nanofit/machine/device.py on a card: what it says of it, what it counts, what it bounds."""
 
 import pytest
 
 from tests.card.harness import CONTEXT_MIB, MIB, PROJECT, set_others
 
 pytestmark = pytest.mark.covered
-DESCRIBE = "from nanofit.device import describe_device\n"
+DESCRIBE = "from nanofit.machine.device import describe_device\n"
 
 
 def test_card_is_described_by_its_driver(card, python):
@@ -42,8 +42,9 @@ def test_forecast_leaves_the_card_alone(python, compiled):
     code = (
         DESCRIBE
         + f"""
-from model import GPTConfig
-from nanofit.memory import Setup, simulate
+from nanofit.settings.shape import GPTConfig
+from nanofit.memory.setup import Setup
+from nanofit.memory.simulate import simulate
 describe_device("cuda")
 shape = GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=128, vocab_size=512)
 say(peak=simulate(Setup(shape, compiled={compiled}), 8).peak_bytes)
@@ -97,6 +98,25 @@ say(peak=memory.peak_bytes(), used=memory.used_bytes(), free=memory.free_bytes()
     assert 100 * MIB <= after["peak"] == after["used"] < 130 * MIB
 
 
+def test_number_is_read_without_waiting_for_the_card(python):
+    code = (
+        DESCRIBE
+        + """
+device = describe_device("cuda")
+device.enter_thread()
+numbers = torch.arange(4.0).cuda()
+torch.cuda.set_sync_debug_mode("error")  # whatever waits for the card is an error
+peek, peek_of_one = device.peek(numbers), device.peek(numbers[0])
+torch.cuda.set_sync_debug_mode("default")
+device.wait()
+numbers.copy_(torch.ones(4))  # what is learned later does not change what was seen
+say(ready=peek.ready(), seen=peek.host.tolist(), then=numbers.tolist(), one=peek_of_one.value())
+"""
+    )
+    [seen], _ = python(code, CARD_SCALARS="0:2.5")  # which 4 bytes read back are said to be
+    assert seen == {"ready": True, "seen": [0, 1, 2, 3], "then": [1, 1, 1, 1], "one": 2.5}
+
+
 def test_limit_makes_allocations_fail(python):
     code = (
         MEMORY
@@ -132,6 +152,41 @@ def test_memory_moved_to_the_host_is_told(card):
     assert int(output) == 80 * MIB
 
 
+def test_nothing_is_told_of_the_host_without_nvml(python):
+    code = (
+        "import sys; sys.modules['pynvml'] = None  # as if it were not installed\n"
+        + MEMORY
+        + "say(on_card=memory.on_card_bytes(), spilled=memory.spilled_bytes())"
+    )
+    [seen], _ = python(code)
+    assert seen == {"on_card": None, "spilled": 0}
+
+
+def test_memory_of_a_cpu_is_not_bounded_elsewhere_than_on_linux(card, python):
+    code = (
+        DESCRIBE
+        + """
+from pathlib import Path
+from nanofit.terminal import InputError
+
+def refuse(path, *_, **__):
+    raise FileNotFoundError(path)
+
+Path.read_text = refuse
+memory = describe_device("cpu").memory()
+try:
+    memory.limit(2**30)
+except InputError as error:
+    say(can_run_out=memory.can_run_out(), said=str(error))
+"""
+    )
+    [seen], _ = python(code, on=card(devices=0))
+    assert seen == {
+        "can_run_out": False,
+        "said": "memory_limit on a CPU needs Linux; leave it out",
+    }
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
 def test_settings_of_the_allocator_that_a_user_made_are_kept(python, name):
     code = (
@@ -149,6 +204,6 @@ say(**{key: value for key, value in os.environ.items() if key.endswith("_ALLOC_C
 
 def test_lines_for_a_cpu_are_executed_by_the_same_build(card):
     run = card(devices=0).run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", PROJECT / "tests/test_device.py"
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", PROJECT / "tests/machine/test_device.py"
     )
     assert run.code == 0, run

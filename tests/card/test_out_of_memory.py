@@ -13,7 +13,6 @@ import pytest
 
 from tests.card.harness import Run
 
-pytestmark = pytest.mark.slow
 WITHOUT_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 STEPS, SIZE = 280, 4
 FLAGS = (
@@ -31,16 +30,23 @@ class Case(NamedTuple):
     flags: str = "--dtype=bfloat16"
     has_cache: bool = False
     processes: int = 1
+    device: int = 0  # whose memory is taken
+
+    def __str__(self) -> str:
+        return self.first + (" on two cards" if self.processes > 1 else "")
 
 
 # The activations leave room for a copy of the weights, but not for the moments as well.
 LARGE_UPDATE = "--loss=chunked --n_embd=128 --block_size=64"
+SAVING = "--save_interval=4"
 CASES = [
-    Case("forward", processes=2),
+    Case("forward", processes=2, device=1),
     Case("backward", "--dtype=float16"),
     Case("first update", LARGE_UPDATE, has_cache=True),
     Case("later update", "--dtype=float16"),
     Case("evaluation"),
+    Case("saving", SAVING),
+    Case("saving", SAVING, processes=2),  # the first of which saves
 ]
 MOMENTS_EACH = 6
 
@@ -51,13 +57,15 @@ def launches(tmp_path_factory, tokens):
     known = {}
 
     def look_up(train, card, case: Case) -> range:
-        if case.flags not in known:
+        key = case.flags, case.processes
+        if key not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
             trace, words = folder / "trace", (*FLAGS, "--compile=False", "--max_iters=6")
-            run = train(*words, *case.flags.split(), on=card(folder=folder), trace=trace)
+            on, several = card(folder=folder, devices=case.processes), {"processes": case.processes}
+            run = train(*words, *case.flags.split(), on=on, trace=trace, **several)
             assert run.code == 0, str(run)
-            known[case.flags] = phases(trace)
-        return known[case.flags][case.first]
+            known[key] = phases(trace)
+        return known[key][case.first]
 
     return look_up
 
@@ -76,13 +84,15 @@ def phases(trace: Path) -> dict[str, range]:
         "first update": range(norm[0] + 12, update[0]),
         "later update": range(norm[2], min(number for number in update if number > norm[2])),
         "compiling": range(updated[2] + 2, updated[2] + 80),  # with compile_after = 3
+        "saving": range(updated[3] + 1, updated[3] + 2),  # before the fourth step's save
         "evaluation": range(forward[5] - 5, forward[5] + 5),
     }
 
 
 def moments(case: Case, first: range) -> str:
     """When other programs take everything, for a few refusals or at most a part of the spacing."""
-    random, device = np.random.default_rng(CASES.index(case)), "@1" if case.processes > 1 else ""
+    random = np.random.default_rng(CASES.index(case))
+    device = f"@{case.device}" if case.processes > 1 else ""
     gaps = random.integers(SPACING, 2 * SPACING, MOMENTS_EACH - 1)
     at = np.cumsum([random.integers(first.start, first.stop), *gaps])
     # torch's allocator asks once more when it has given back what it kept.
@@ -93,7 +103,7 @@ def moments(case: Case, first: range) -> str:
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.first)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_step_is_lost_whenever_memory_is(train, card, launches, case):
     first = launches(train, card, case)
     run = train(
@@ -109,14 +119,17 @@ def test_no_step_is_lost_whenever_memory_is(train, card, launches, case):
     assert run.code == 0, str(run)
     assert_no_step_is_lost(run)
     assert_first_moment_was(case, run)
-    stages = [record for record in run.records("event") if record["name"] == "stage"]
-    sizes = [stage["micro_batch"] for stage in stages]
+    sizes = [stage["micro_batch"] for stage in run.events("stage")]
     assert sizes[0] > min(sizes)
-    # On a busy machine steps do become slower, which a run takes for a shortage as well.
-    if not any("slower" in stage["reason"] for stage in stages):
+    if not became_slower(run):
         assert sizes[-1] == sizes[0]
     for noise in ("Traceback", "CachingAllocator", "out of memory"):
         assert noise not in run.errors, run.errors
+
+
+def became_slower(run: Run) -> bool:
+    """On a busy machine steps do, which a run takes for a shortage as well."""
+    return any("slower" in stage["reason"] for stage in run.events("stage"))
 
 
 def assert_no_step_is_lost(run: Run) -> None:
@@ -126,6 +139,7 @@ def assert_no_step_is_lost(run: Run) -> None:
     jumps = [later for step, later in pairwise(steps) if later != step + 1]
     assert jumps == [event["step"] for event in run.events("went back") if event["step"] in jumps]
     assert (run.out_dir / f"ckpt-{STEPS:08d}.pt").exists()
+    assert not run.events("save failed")
 
 
 def assert_first_moment_was(case: Case, run: Run) -> None:
@@ -140,6 +154,7 @@ def assert_first_moment_was(case: Case, run: Run) -> None:
         "first update": ("stage", 0, True),
         "later update": ("stage", 2, is_in_update),  # or in the norm before it
         "evaluation": ("evaluation shrunk", 5, False),
+        "saving": ("stage", 4, False),  # in the step after it: to save takes no memory of a card
     }
     assert told == expected[case.first]
 
@@ -157,17 +172,21 @@ def test_memory_lost_while_compiling_puts_it_off(train, card, launches):
 
 
 def test_compiled_run_shrinks_and_grows_again(train, card, tmp_path):
-    # In the first run kernels are tried out, which the second finds in the compiler's cache: there
-    # so many launches are the steps of a few more.
-    words = (*FLAGS, "--dtype=bfloat16", "--batch_size=2", "--compile_after=3")
-    first = train(*words, "--max_iters=6", on=card(folder=tmp_path / "first"), **WITHOUT_CACHE)
-    assert first.code == 0, str(first)
+    # A single eager step is not compared with: kernels that do nothing have no speed, by which a
+    # compiled model might be given up.
+    words = (*FLAGS, "--dtype=bfloat16", "--batch_size=2", "--compile_after=1")
+    # The first run tries kernels out, as often as time allows; what the second launches are steps.
+    for folder in ("tried", "counted"):
+        first = train(*words, "--max_iters=6", on=card(folder=tmp_path / folder), **WITHOUT_CACHE)
+        assert first.code == 0, str(first)
     launch = first.processes["launches"].max()
     run = train(*words, others_after=f"{launch}:{EVERYTHING_MIB}*1", **WITHOUT_CACHE)
     assert run.code == 0, str(run)
     assert_no_step_is_lost(run)
     stages = [(event["now"], event["micro_batch"]) for event in run.events("stage")]
-    assert stages == [("eager", 2), ("compiled", 2), ("compiled", 1), ("compiled", 2)]
+    assert stages[:3] == [("eager", 2), ("compiled", 2), ("compiled", 1)]
+    if not became_slower(run):
+        assert stages[3:] == [("compiled", 2)]
 
 
 def test_run_without_room_is_saved_and_says_how_to_go_on(train, card):

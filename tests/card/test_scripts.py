@@ -39,11 +39,22 @@ def test_explain_before_any_run_says_what_it_assumes(card, flags):
     assert "assumed: cuBLAS and the like" in told.output
 
 
-def test_plan_measures_the_card(card, flags):
-    run = card().run("plan.py", *flags, "--json")
+def test_without_a_card_the_same_build_says_what_to_do(card, flags):
+    fit = card(devices=0).run("autofit.py", *flags)
+    assert fit.code == 2, fit
+    assert "there is no limit to fit on CPU" in fit.errors
+    told = card(devices=0).run("autofit.py", *flags, "--explain")
+    assert told.code == 0, told
+    assert "add a card with --gpu 'RTX 4070'" in told.output
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_plan_measures_the_card(card, flags, compiled):
+    run = card().run("plan.py", *flags, f"--compile={compiled}", "--json")
     assert run.code == 0, run
-    plan = json.loads(run.output)
-    assert "measured here: NVIDIA GeForce RTX 4070" in json.dumps(plan)
+    source = json.loads(run.output)["speed"]["source"]
+    assert "measured here: NVIDIA GeForce RTX 4070" in source
+    assert ("for torch.compile" in source) == compiled
 
 
 def test_plan_on_a_full_card_is_one_line(card, flags):

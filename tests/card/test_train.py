@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from model import GPT, GPTConfig
+from model import GPT
+from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import parse_size
 from tests.card.harness import CONTEXT_MIB, MIB
 
@@ -86,7 +87,7 @@ def test_fastest_goal_tries_smaller_micro_batches(train):
 
 def test_savers_climb_until_the_batch_fits(card, train):
     wide = ["--n_layer=2", "--n_embd=256", "--block_size=1024", "--batch_size=16"]
-    run = train(*wide, "--savers=auto", "--memory_limit=750MiB", "--dtype=float16")
+    run = train(*wide, "--savers=auto", "--memory_limit=700MiB", "--dtype=float16")
     assert run.code == 0, run
     [begun] = run.events("started")
     assert "recompute" in begun["savers"]
@@ -102,6 +103,20 @@ def test_8_bit_moments_take_less_memory(card, train, tmp_path):
     assert narrow.code == 0, narrow
     parameters = 50304 * 256
     assert wide.peak_bytes - narrow.peak_bytes > 0.8 * 6 * parameters
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_modern_muon_run_trains_compiles_saves_and_resumes(train, dtype):
+    flags = ["--arch=modern", "--optimizer=muon", "--bias=True", f"--dtype={dtype}"]
+    run = train(*flags, scalars="0:0")  # with numbers read back as 0 a scaler finds no overflow
+    assert run.code == 0, run
+    assert f", {dtype}\n" in run.output
+    assert run.events("stage")[1]["now"] == "compiled"
+    assert run.steps() == list(range(8))
+    resumed = train(*flags, "--max_iters=10", scalars="0:0")
+    assert resumed.code == 0, resumed
+    assert len(resumed.events("resumed")) == 1
+    assert resumed.steps()[-1] == 9
 
 
 @pytest.mark.parametrize("on_spike", ["stop", "skip", "rollback"])
@@ -124,11 +139,10 @@ def test_evaluation_alone_leaves_the_run_as_it_is(train):
     before = {path: path.read_bytes() for path in done.out_dir.iterdir()}
     run = train("--compile=False", "--max_iters=4", "--eval_only=True")
     assert run.code == 0, run
-    assert "val_loss" in run.output
+    assert "validation loss" in run.output
     assert {path: path.read_bytes() for path in done.out_dir.iterdir()} == before
 
 
-@pytest.mark.unproven
 def test_weights_of_nanogpt_are_the_beginning(card, train, tmp_path):
     shape = dict(n_layer=1, n_head=2, n_embd=64, block_size=128, vocab_size=50304)
     model = GPT(GPTConfig(**shape))
@@ -139,12 +153,11 @@ def test_weights_of_nanogpt_are_the_beginning(card, train, tmp_path):
     run = train(*flags, "--learning_rate=0", "--min_lr=0")
     assert run.code == 0, run
     # Kernels do nothing, so that the weights saved are the weights sent to the card.
-    checkpoint = torch.load(run.out_dir / "ckpt-00000001.pt", weights_only=True)
+    checkpoint = torch.load(run.out_dir / "ckpt-00000001.pt", "cpu", weights_only=True)
     for name, value in model.state_dict().items():
         assert torch.equal(checkpoint["model"][name], value), name
 
 
-@pytest.mark.unproven
 def test_nothing_fits_in_one_line(card, train):
     run = train("--n_layer=12", "--n_embd=768", on=card(memory=2200))
     assert run.code == 2
@@ -152,7 +165,6 @@ def test_nothing_fits_in_one_line(card, train):
     assert "would need" in run.errors
 
 
-@pytest.mark.unproven
 def test_cpu_is_used_on_request(train):
     run = train("--device=cpu", "--compile=False", "--memory_limit=3GB", "--max_iters=2")
     assert run.code == 0, run

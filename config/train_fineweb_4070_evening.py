@@ -1,0 +1,33 @@
+"""One FineWeb shard in an evening: the best that plan.py expects of five hours on an RTX 4070.
+
+Of all shapes with heads of 128 and at most 110 of width for each layer this is the smallest within
+0.003 of the lowest expected loss; it sees the shard once. Rates and decay are the published ones,
+scaled to this width and length.
+"""
+
+out_dir = "out-fineweb-4070-evening"
+dataset = "fineweb"
+
+arch = "modern"
+optimizer = "muon"
+bias = True
+
+batch_size = 16
+gradient_accumulation_steps = 32
+block_size = 1024
+
+n_layer = 10
+n_head = 8
+n_embd = 1024
+
+max_iters = 1450
+embedding_rate = 24.2
+head_rate = 0.139
+weight_decay = 0.11
+
+dtype = "bfloat16"
+compile = True
+
+eval_interval = 125
+eval_iters = 100
+log_interval = 10

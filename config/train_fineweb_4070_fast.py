@@ -1,0 +1,29 @@
+"""The published modern recipe on an RTX 4070: the plain one's loss from a sixth of the tokens.
+
+modded-nanogpt's track 3, number by number; what is not here, rates, schedule, decay, are Muon's
+defaults. One shard is repeated in it, a little; more shards are better.
+"""
+
+out_dir = "out-fineweb-4070-fast"
+dataset = "fineweb"
+
+arch = "modern"
+optimizer = "muon"
+bias = True
+
+batch_size = 16
+gradient_accumulation_steps = 32
+block_size = 1024
+
+n_layer = 12
+n_head = 6
+n_embd = 768
+
+max_iters = 3250
+
+dtype = "bfloat16"
+compile = True
+
+eval_interval = 125
+eval_iters = 100
+log_interval = 10

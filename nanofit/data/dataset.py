@@ -1,0 +1,175 @@
+"""A prepared dataset as its meta.json tells it: described, recognised as done, merged."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nanofit.data.bins import JOURNAL, SPLITS, BinWriter
+from nanofit.data.parquet import Shard, sha256_of
+from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE
+from nanofit.files import atomic_write
+from nanofit.terminal import InputError
+
+META = "meta.json"
+TOLERATED_ROWS, TOLERATED_NET = 0.01, 0.005  # FineWeb counted tokens before it masked addresses
+COMMON_BLOCK_SIZE = 1024
+COUNTS = (
+    "skipped",  # null or empty documents
+    "checked",  # documents encoded by both encoders, and how many of them differed
+    "mismatched",
+    "token_count_rows",  # rows with FineWeb's own count, and how it agrees with ours
+    "token_count_rows_differing",
+    "token_count_tokens",
+    "token_count_tokens_here",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What, besides the inputs, decides the bytes that come out."""
+
+    val_fraction: float
+    text_column: str
+    limit_docs: int | None
+    val_hash_below: int  # what the fraction came to
+
+
+def identity(shards: list[Shard], options: Options) -> dict:
+    """What must be the same for half-made output to be continued."""
+    sources = [[shard.name, shard.bytes, shard.modified_ns] for shard in shards]
+    return {"options": asdict(options), "sources": sources}
+
+
+def describe(shards: list[Shard], options: Options, writer: BinWriter) -> dict:
+    """The content of meta.json."""
+    return {
+        "format": 1,
+        "dtype": "uint16",
+        "tokenizer": "gpt2",
+        "vocab_size": VOCABULARY_SIZE,
+        "end_of_text": END_OF_TEXT,
+        "splits": {split: writer.describe(split) for split in SPLITS},
+        "sources": [
+            {"file": shard.name, "bytes": shard.bytes, "sha256": writer.digests[str(index)]}
+            for index, shard in enumerate(shards)
+        ],
+        "options": asdict(options),
+        "counts": {name: writer.tally[name] for name in COUNTS},
+    }
+
+
+def read_meta(folder: Path) -> dict | None:
+    """The folder's meta.json; None where there is no dataset, or one whose bins are not whole."""
+    try:
+        meta = json.loads((folder / META).read_text())
+        bins = [bin for split in SPLITS for bin in meta["splits"][split]["bins"]]
+        is_whole = all((folder / bin["file"]).stat().st_size == 2 * bin["tokens"] for bin in bins)
+        is_whole &= {"sources", "options", "counts"} <= meta.keys()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return meta if is_whole else None
+
+
+def write_meta(folder: Path, meta: dict) -> None:
+    with atomic_write(folder / META) as path:
+        path.write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def is_done(folder: Path, shards: list[Shard], options: Options, *, overwrite: bool) -> bool:
+    """Whether just this dataset is there; another one may only be passed over to overwrite it."""
+    meta = read_meta(folder)
+    if meta:
+        changed = _difference(folder, meta, shards, options)
+    else:
+        has_bins = any((folder / f"{split}.bin").exists() for split in SPLITS)
+        is_ours = (folder / JOURNAL).exists()
+        changed = f"not described by a whole {META}" if has_bins and not is_ours else None
+    if changed and not overwrite:
+        raise InputError(
+            f"{folder} holds a dataset {changed}; "
+            "use another --out, or --overwrite to replace what is there"
+        )
+    return bool(meta) and not changed
+
+
+def _difference(folder: Path, meta: dict, shards: list[Shard], options: Options) -> str | None:
+    """What a finished dataset was made from, where that differs from what is asked; else None."""
+    recorded = [(source["file"], source["bytes"]) for source in meta["sources"]]
+    if recorded != [(shard.name, shard.bytes) for shard in shards]:
+        return f"made from other inputs ({', '.join(name for name, _ in recorded[:3])} ...)"
+    made_ns = (folder / META).stat().st_mtime_ns
+    for shard, source in zip(shards, meta["sources"], strict=True):
+        is_newer = shard.touched_ns and shard.touched_ns >= made_ns
+        if is_newer and sha256_of(shard) != source["sha256"]:
+            return f"made before {shard.name} changed"
+    for name, value in asdict(options).items():
+        if meta["options"].get(name) != value:
+            return f"made with {name} {meta['options'].get(name)}, not {value}"
+    return None
+
+
+def merge(folders: list[Path], out: Path, options: Options | None = None) -> dict:
+    """One dataset of several: a meta.json that lists their bins, which stay where they are."""
+    metas = [_meta_to_merge(folder) for folder in folders]
+    rules = {meta["options"]["val_hash_below"] for meta in metas}
+    if len(rules) > 1:
+        raise InputError(
+            "these were split into train and val by different rules, so a duplicate could be in "
+            "both; prepare them with the same --val_fraction, all at once if they are small"
+        )
+    splits = {split: _merge_split(split, folders, metas, out) for split in SPLITS}
+    merged = {
+        **metas[0],
+        "splits": splits,
+        "sources": [source for meta in metas for source in meta["sources"]],
+        "counts": {name: sum(meta["counts"][name] for meta in metas) for name in COUNTS},
+    }
+    if options:
+        merged["options"] = asdict(options)
+    return merged
+
+
+def _meta_to_merge(folder: Path) -> dict:
+    meta = read_meta(folder)
+    if not meta:
+        raise InputError(f"{folder} holds no finished dataset to merge")
+    return meta
+
+
+def _merge_split(split: str, folders: list[Path], metas: list[dict], out: Path) -> dict:
+    parts = [meta["splits"][split] for meta in metas]
+    merged = {
+        name: sum(part[name] for part in parts) for name in ("documents", "tokens", "text_bytes")
+    }
+    merged["bins"] = [
+        {**bin, "file": Path(os.path.relpath(folder / bin["file"], out)).as_posix()}
+        for folder, part in zip(folders, parts, strict=True)
+        for bin in part["bins"]
+        if bin["tokens"]  # an empty file cannot be mapped
+    ]
+    return merged
+
+
+def warnings_about(meta: dict) -> Iterator[str]:
+    """What a person should know before training on it."""
+    counts = meta["counts"]
+    if counts["skipped"]:
+        yield f"{counts['skipped']:,} null or empty documents were skipped"
+    if counts["mismatched"]:
+        yield (
+            f"fastokens differed from tiktoken on {counts['mismatched']} of {counts['checked']} "
+            "documents checked, which were encoded again; --encoder tiktoken is safe for all"
+        )
+    rows = counts["token_count_rows_differing"] / max(counts["token_count_rows"], 1)
+    net = counts["token_count_tokens_here"] / max(counts["token_count_tokens"], 1) - 1
+    if counts["token_count_rows"] and (rows > TOLERATED_ROWS or abs(net) > TOLERATED_NET):
+        yield f"token_count differs in {rows:.2%} of the rows, by {net:+.2%} tokens in all"
+    for split in SPLITS:
+        tokens = meta["splits"][split]["tokens"]
+        if tokens <= COMMON_BLOCK_SIZE:
+            yield (
+                f"{split} has {tokens} tokens, less than one block of {COMMON_BLOCK_SIZE}; "
+                "give more text, or train with a smaller block_size"
+            )

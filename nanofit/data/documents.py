@@ -1,0 +1,143 @@
+"""Chunks of documents to tokens: split by a hash of the text, encoded by threads, in order."""
+
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from nanofit.data.parquet import CHUNK_BYTES, Chunk, Shard, read_chunks, text_offsets
+from nanofit.data.tokenizer import END_OF_TEXT, Encoder
+from nanofit.terminal import InputError
+
+HASH_RANGE = 2**32
+FEW_ROWS, FEW_VAL_DOCUMENTS = 8192, 16
+SEPARATOR = np.array([END_OF_TEXT], np.uint32)
+
+
+@dataclass(frozen=True)
+class ChunkEncoder:
+    """From a chunk to the tokens of each split, and the tally of what was seen."""
+
+    encode: Encoder
+    reference: Encoder | None  # encodes a document of every row group again, as a check
+    val_hash_below: int  # which makes a document validation
+
+    def __call__(self, chunk: Chunk) -> tuple[dict[str, np.ndarray], Counter]:
+        texts, counts = non_empty(chunk)
+        strings = texts.to_pylist()
+        documents = self.encode(strings)
+        tally = Counter(skipped=len(chunk.texts) - len(texts))
+        if chunk.is_first_of_group and documents and self.reference:
+            tally.update(self._check(strings, documents))
+        del strings  # a long text need not stay beside its tokens
+        if counts is not None:
+            tally.update(_compare_counts(documents, counts))
+        is_val = np.array(hashes_of(texts), np.int64) < self.val_hash_below
+        sizes = np.diff(text_offsets(texts))
+        tokens = {}
+        for split, chosen in (("train", np.flatnonzero(~is_val)), ("val", np.flatnonzero(is_val))):
+            tokens[split] = _join(documents[index] for index in chosen)
+            tally[f"{split}_documents"] = len(chosen)
+            tally[f"{split}_tokens"] = len(tokens[split])
+            tally[f"{split}_text_bytes"] = int(sizes[chosen].sum())
+        return tokens, tally
+
+    def _check(self, strings: list[str], documents: list[np.ndarray]) -> Counter:
+        """Hold one document to the reference, which also replaces it if they differ."""
+        index = len(strings) // 2
+        (expected,) = self.reference([strings[index]])
+        is_equal = np.array_equal(documents[index], expected)
+        documents[index] = expected
+        return Counter(checked=1, mismatched=int(not is_equal))
+
+
+def encode_in_order(chunks: Iterator[Chunk], encode: ChunkEncoder, workers: int) -> Iterator:
+    """The end of each chunk and what `encode` makes of it, in order; bounded work is under way."""
+    pool, pending, pending_bytes = ThreadPoolExecutor(workers), deque(), deque()
+    try:
+        for chunk in _read_ahead(chunks):
+            pending.append((chunk.end, pool.submit(encode, chunk)))
+            pending_bytes.append(chunk.bytes)
+            del chunk  # here and below: nothing is held on to while the next one is waited for
+            while sum(pending_bytes) > (workers + 2) * CHUNK_BYTES:
+                pending_bytes.popleft()
+                yield _first_result(pending)
+        while pending:
+            yield _first_result(pending)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _read_ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The same chunks, each read while the one before is handed on."""
+    with ThreadPoolExecutor(1) as reader:
+        following = reader.submit(next, chunks, None)
+        while (chunk := following.result()) is not None:
+            following = reader.submit(next, chunks, None)
+            yield chunk
+            del chunk
+
+
+def _first_result(pending: deque) -> tuple:
+    end, encoded = pending.popleft()
+    return end, *encoded.result()
+
+
+def choose_val_hash_below(shards: list[Shard], val_fraction: float) -> int:
+    """The hash below which a document is validation.
+
+    With so few documents that the fraction may by chance be next to none, the limit rises to take
+    in a tenth of them, up to FEW_VAL_DOCUMENTS: still a rule about the text alone.
+    """
+    limit = round(val_fraction * HASH_RANGE)
+    if sum(shard.rows for shard in shards) > FEW_ROWS:
+        return limit
+    chunks = (chunk for shard in shards for chunk in read_chunks(shard))
+    hashes = sorted({hash for chunk in chunks for hash in hashes_of(non_empty(chunk)[0])})
+    if len(hashes) < 2:
+        raise InputError(
+            f"{len(hashes)} different documents cannot be split into train and val; give at least 2"
+        )
+    enough = min(-(-len(hashes) // 10), FEW_VAL_DOCUMENTS)
+    return max(limit, hashes[enough - 1] + 1)
+
+
+def non_empty(chunk: Chunk) -> tuple[pa.Array, pa.Array | None]:
+    """The texts, and their counts if any, without null and empty documents."""
+    has_text = np.diff(text_offsets(chunk.texts)) > 0
+    if chunk.texts.null_count:
+        has_text &= chunk.texts.is_valid().to_numpy(zero_copy_only=False)
+    if has_text.all():
+        return chunk.texts, chunk.counts
+    has_text = pa.array(has_text)
+    return chunk.texts.filter(has_text), chunk.counts and chunk.counts.filter(has_text)
+
+
+def hashes_of(texts: pa.Array) -> list[int]:
+    """A number below HASH_RANGE for each text: the same everywhere, and for every duplicate."""
+    content, offsets = texts.buffers()[2], text_offsets(texts).tolist()
+    view = memoryview(content or b"")
+    return [zlib.crc32(view[a:b]) for a, b in pairwise(offsets)]
+
+
+def _join(documents: Iterable[np.ndarray]) -> np.ndarray:
+    parts = [part for document in documents for part in (document, SEPARATOR)]
+    return np.concatenate([SEPARATOR[:0], *parts], dtype="<u2", casting="unsafe")
+
+
+def _compare_counts(documents: list[np.ndarray], counts: pa.Array) -> Counter:
+    """How the file's own counts agree with ours; a null count is no claim."""
+    ours = np.array([len(document) for document in documents], np.int64)
+    theirs = np.nan_to_num(counts.to_numpy(zero_copy_only=False), nan=-1).astype(np.int64)
+    ours, theirs = ours[theirs >= 0], theirs[theirs >= 0]
+    return Counter(
+        token_count_rows=len(ours),
+        token_count_rows_differing=int((ours != theirs).sum()),
+        token_count_tokens=int(theirs.sum()),
+        token_count_tokens_here=int(ours.sum()),
+    )

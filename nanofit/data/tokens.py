@@ -1,0 +1,103 @@
+"""The tokens of a dataset's folder, as prepare_fineweb.py or nanoGPT left them."""
+
+import json
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from nanofit.terminal import InputError
+
+
+class Bins:
+    """One split's tokens: one or several files read as one."""
+
+    def __init__(self, files: list[Path]):
+        self.files = files
+        self._arrays = [np.memmap(file, dtype=np.uint16, mode="r") for file in files]
+        self._ends = list(accumulate(len(array) for array in self._arrays))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """`length` tokens from position `start` on, across the borders of files."""
+        number = bisect_right(self._ends, start)
+        offset = start - (self._ends[number - 1] if number else 0)
+        piece = self._arrays[number][offset : offset + length]
+        if len(piece) < length:
+            rest = self.read(self._ends[number], length - len(piece))
+            piece = np.concatenate([piece, rest])
+        return piece
+
+
+def open_bins(folder: Path, *, block_size: int, vocab_size: int) -> tuple[Bins, Bins]:
+    """The training and validation tokens of a dataset's folder, checked to suit the model."""
+    if not folder.is_dir():
+        raise InputError(
+            f"no dataset folder {folder}; make it with `python prepare_fineweb.py SHARD.parquet "
+            f"--out {folder}`, or put the parquet file there"
+        )
+    meta = _read_meta(folder)
+    if meta.vocab_size > vocab_size:
+        raise InputError(
+            f"{folder} uses a vocabulary of {meta.vocab_size}, more than the model's "
+            f"vocab_size = {vocab_size}; use at least {meta.vocab_size}"
+        )
+    train, val = (_open_split(folder, meta.tokens[split]) for split in ("train", "val"))
+    for bins in (train, val):
+        if len(bins) <= block_size:
+            raise InputError(
+                f"{bins.files[0]} has {len(bins)} tokens, too few for block_size = {block_size}; "
+                "prepare more text or use a smaller block_size"
+            )
+    return train, val
+
+
+class _Meta(NamedTuple):
+    """What prepare_fineweb.py tells of its bins."""
+
+    vocab_size: int
+    tokens: dict[str, dict[str, int | None]]  # by split and file; None: whatever the file holds
+
+
+def _read_meta(folder: Path) -> _Meta:
+    path = folder / "meta.json"
+    if not path.exists():  # nanoGPT prepared it
+        return _Meta(0, {split: {f"{split}.bin": None} for split in ("train", "val")})
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        tokens = {
+            split: {str(one["file"]): int(one["tokens"]) for one in meta["splits"][split]["bins"]}
+            for split in ("train", "val")
+        }
+        if not all(tokens.values()):
+            raise ValueError("a split without bins")
+        return _Meta(int(meta["vocab_size"]), tokens)
+    except (ValueError, LookupError, TypeError):
+        raise InputError(f"{path} is damaged; prepare the dataset again") from None
+
+
+def _open_split(folder: Path, tokens: dict[str, int | None]) -> Bins:
+    for file, expected in tokens.items():
+        _check_size(folder / file, expected)
+    return Bins([folder / file for file in tokens])
+
+
+def _check_size(file: Path, tokens: int | None) -> None:
+    if not file.exists():
+        raise InputError(
+            f"{file} is missing; put a parquet file into {file.parent}, or run "
+            f"`python prepare_fineweb.py SHARD.parquet --out {file.parent}`"
+        )
+    size_bytes = file.stat().st_size
+    if size_bytes == 0:
+        raise InputError(f"{file} is empty; prepare the dataset again")
+    expected_bytes = 2 * (size_bytes // 2 if tokens is None else tokens)
+    if size_bytes != expected_bytes:
+        raise InputError(
+            f"{file} has {size_bytes} bytes, but should have {expected_bytes}: it was cut short "
+            "or replaced; prepare the dataset again"
+        )

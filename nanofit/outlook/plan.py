@@ -1,0 +1,313 @@
+"""A run, its data and its machine: what it costs, what it gives, what would be better."""
+
+import shlex
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from nanofit.data.parquet import find_shards, mean_token_count, open_shards
+from nanofit.data.tokens import open_bins
+from nanofit.machine.cards import Card, find_card
+from nanofit.outlook.forecast import (
+    COMPILE_GAIN,
+    PUBLISHED_RUNS,
+    Forecast,
+    expected_share,
+    predicted_tokens_per_s,
+    reached_share,
+    step_of,
+)
+from nanofit.outlook.roofline import seconds_by_part
+from nanofit.outlook.scaling import (
+    FADING_EPOCHS,
+    FEWEST_TOKENS,
+    LIKE_NEW_EPOCHS,
+    model_for,
+    muon_factors,
+    optimal_tokens,
+    recipe_of,
+    weight_decay_for,
+)
+from nanofit.settings.config import WITH_MUON, RunConfig, TrainConfig, load_config
+from nanofit.settings.shape import GPTConfig
+from nanofit.terminal import InputError, compact, duration
+
+VAL_FRACTION = 0.01  # prepare_fineweb.py's default
+BIN_BYTES_PER_TOKEN = 2
+CHECKPOINT_BYTES_PER_PARAMETER = 4 + 8  # fp32 weight and AdamW's two moments
+
+
+class Data(NamedTuple):
+    """The tokens there are to learn from, as far as is known before training."""
+
+    train_tokens: int | None
+    all_tokens: int | None
+    source: str
+
+
+class Speed(NamedTuple):
+    tokens_per_s: float
+    card: Card | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, its data and its machine; everything else follows."""
+
+    words: tuple[str, ...]  # of the command line, that give the settings
+    shape: GPTConfig
+    learn: TrainConfig  # with the length that was asked for
+    run: RunConfig
+    data: Data
+    speed: Speed
+    gpu: str | None  # the card asked for; None: the one that is here
+
+    @property
+    def forecast(self) -> Forecast:
+        return Forecast(
+            parameters=self.shape.law_parameters,
+            steps=self.learn.max_iters,
+            tokens_per_step=self.learn.sequences_per_step * self.shape.block_size,
+            decay_end=self.learn.decay_end if self.learn.decay_lr else None,
+            unique_tokens=self.data.train_tokens,
+            tokens_per_s=self.speed.tokens_per_s,
+            watts=self.speed.card and self.speed.card.watts,
+            recipe=recipe_of(self.shape.arch, self.learn.optimizer, self.shape.vocab_size),
+        )
+
+    @property
+    def better(self) -> Forecast:
+        """The same run no longer than its data last."""
+        asked = self.forecast
+        too_long = asked.epochs and asked.epochs > LIKE_NEW_EPOCHS
+        return asked.with_epochs(LIKE_NEW_EPOCHS) if too_long else asked
+
+    @property
+    def weight_decay(self) -> float | None:
+        """What suits a run of AdamW that sees its data more than once."""
+        unique, epochs = self.data.train_tokens, self.better.epochs
+        is_known = unique and unique >= FEWEST_TOKENS and self.learn.optimizer == "adamw"
+        if not is_known or epochs <= 1:
+            return None
+        return round(weight_decay_for(self.shape.parameters, unique), 3)
+
+    @property
+    def plain(self) -> Forecast | None:
+        """The plain recipe in the same hours with a model of the same size; None if it is asked."""
+        asked = self.forecast
+        if asked.recipe != "modern" or not asked.seconds:
+            return None
+        shape = replace(self.shape, arch="gpt2", bias=False)
+        speed = asked.tokens_per_s * self.shape.flops_per_token / shape.flops_per_token
+        steps = max(round(asked.seconds * speed / asked.tokens_per_step), 1)
+        by_size = replace(asked, parameters=shape.law_parameters, tokens_per_s=speed)
+        return replace(by_size.with_steps(steps), recipe="plain")
+
+    @property
+    def muon_settings(self) -> dict[str, float] | None:
+        """Rates and decay for this width, batch and length by published rules; None for AdamW."""
+        if self.learn.optimizer != "muon":
+            return None
+        published = TrainConfig()
+        factors = muon_factors(
+            n_embd=self.shape.n_embd,
+            tokens_per_step=self.forecast.tokens_per_step,
+            tokens=self.better.tokens,
+        )
+        return {
+            "learning_rate": WITH_MUON["learning_rate"] * factors.learning_rate,
+            "embedding_rate": published.embedding_rate * factors.adamw_rates,
+            "head_rate": published.head_rate * factors.adamw_rates,
+            "weight_decay": WITH_MUON["weight_decay"] * factors.weight_decay,
+        }
+
+    def command(self, steps: int) -> str:
+        """train.py's, for a run of so many steps."""
+        length = self.learn.of_length(steps)
+        names = ("max_iters", "lr_decay_iters", "warmup_iters")
+        values = {name: getattr(length, name) for name in names} | {"hours": None}
+        if self.weight_decay is not None:
+            values["weight_decay"] = self.weight_decay
+        replaced = tuple(f"--{name}=" for name in values)
+        words = [word for word in self.words if not word.startswith(replaced)]
+        _, configured, _ = load_config(words)
+        words += [f"--{k}={v}" for k, v in values.items() if getattr(configured, k) != v]
+        return shlex.join(["python", "train.py", *words])
+
+    @property
+    def checkpoints(self) -> int:
+        """How many there are at most: those kept, the best, the stable one, the one in writing."""
+        stable = self.learn.decay_lr and self.learn.lr_schedule == "wsd"
+        return self.run.keep_checkpoints + 2 + stable
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        matrices = 12 * self.shape.n_layer * self.shape.n_embd**2
+        second_moments = 4 * matrices if self.learn.optimizer == "muon" else 0  # which Muon has not
+        return CHECKPOINT_BYTES_PER_PARAMETER * self.shape.parameters - second_moments
+
+    @property
+    def optimal_tokens(self) -> float:
+        return optimal_tokens_of(self.shape)
+
+    @property
+    def model_for_the_time(self) -> GPTConfig | None:
+        shape = self.shape
+        found = model_for(
+            self.forecast.tokens * self.shape.flops_per_token,
+            block_size=shape.block_size,
+            vocab_size=shape.vocab_size,
+        )
+        return found and replace(shape, n_layer=found[0], n_head=found[1], n_embd=found[2])
+
+    def warnings(self) -> list[str]:
+        found = list(self.forecast.warnings())
+        card, dtype = self.speed.card, self.run.dtype
+        if card and dtype == "bfloat16" and not card.has_bfloat16:
+            found.append(f"{card.name} has no bfloat16: float16 will be used instead")
+        if card and dtype == "float32":
+            found.append("the speed is that of half precision; float32 takes twice as long or more")
+        return found
+
+    def milestones(self) -> list[Forecast]:
+        """The run at the ends of what its data teach well, and as asked."""
+        asked = self.forecast
+        if not asked.epochs:
+            return [asked]
+        ends = [end for end in (1, LIKE_NEW_EPOCHS, FADING_EPOCHS) if end < 0.95 * asked.epochs]
+        return [*(asked.with_epochs(end) for end in ends), asked]
+
+    def as_json(self) -> dict[str, Any]:
+        better, fitting, plain = self.better, self.model_for_the_time, self.plain
+        return {
+            "asked": _forecast_json(self.forecast)
+            | {
+                "parameters": self.shape.parameters,
+                "non_embedding_parameters": self.shape.parameters - self.shape.embedding_parameters,
+                "bin_bytes": self.data.all_tokens and BIN_BYTES_PER_TOKEN * self.data.all_tokens,
+                "checkpoint_bytes_at_most": self.checkpoints * self.checkpoint_bytes,
+                "data": self.data.source,
+                "command": self.command(self.learn.max_iters),
+            },
+            "milestones": [_forecast_json(one) for one in self.milestones()],
+            "instead": _forecast_json(better)
+            | {
+                "optimal_tokens": round(self.optimal_tokens),
+                "model_for_the_time": fitting
+                and {name: getattr(fitting, name) for name in ("n_layer", "n_head", "n_embd")},
+                "weight_decay": self.weight_decay,
+                "muon_settings": self.muon_settings,
+                "command": self.command(better.steps),
+            },
+            "plain_recipe": plain and _forecast_json(plain),
+            "speed": {"tokens_per_s": self.speed.tokens_per_s, "source": self.speed.source},
+            "warnings": self.warnings(),
+        }
+
+
+def find_data(
+    shape: GPTConfig, run: RunConfig, *, unique_tokens: int | None, shard: str | None
+) -> Data:
+    """The data of a run: as given, of a parquet file, or what lies in its dataset's folder."""
+    folder = run.data_dir
+    if unique_tokens is not None:
+        return Data(unique_tokens, unique_tokens, "as given by --unique_tokens")
+    if shard:
+        return _count_shards(shard)
+    if (folder / "meta.json").exists() or (folder / "train.bin").exists():
+        train, val = open_bins(folder, block_size=shape.block_size, vocab_size=shape.vocab_size)
+        return Data(len(train), len(train) + len(val), f"prepared in {folder}")
+    if any(folder.glob("*.parquet")):
+        return _count_shards(str(folder))
+    return Data(
+        None, None, f"no data in {folder}; give --shard FILE.parquet or --unique_tokens 0.65B"
+    )
+
+
+def _count_shards(given: str) -> Data:
+    """Tokens of parquet files before they are prepared, from one small column of theirs."""
+    shards = open_shards(find_shards([given]), "text")
+    means = [mean_token_count(shard) for shard in shards]
+    if None in means:
+        raise InputError(f"{given} has no token_count column to plan with; give --unique_tokens")
+    # Each document will be followed by one end-of-text token.
+    tokens = round(sum(shard.rows * (mean + 1) for shard, mean in zip(shards, means, strict=True)))
+    files = f"{len(shards)} parquet file{'s' if len(shards) > 1 else ''}"
+    source = f"by the token_count column of {files}, not yet prepared"
+    return Data(round(tokens * (1 - VAL_FRACTION)), tokens, source)
+
+
+def speed_of_card(name: str, shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Speed:
+    card = find_card(name)
+    step = step_of(
+        shape,
+        run.loss,
+        micro_batch_size=learn.batch_size,
+        sequences_per_step=learn.sequences_per_step,
+        muon_steps=learn.newton_schulz_steps,
+    )
+    parts = seconds_by_part(step, peak_flops=card.peak_flops, bytes_per_s=card.bytes_per_s)
+    shares = ", ".join(
+        f"{part} {seconds / sum(parts.values()):.0%}" for part, seconds in parts.items()
+    )
+    reached = " and ".join(f"{reached_share(one):.0%} on a {one.card}" for one in PUBLISHED_RUNS)
+    source = (
+        f"{card.name}: {card.tensor_cores} tensor cores × {card.boost_mhz} MHz × {card.core_flops} "
+        f"= {card.peak_flops / 1e12:.1f} TFLOPS (dense, fp32 accumulation) and "
+        f"{card.bandwidth_gb_s} GB/s. By its FLOPs and bytes a step takes "
+        f"{sum(parts.values()):.3g} s ({shares}). Of such a speed GPT-2 124M reached {reached}; "
+        f"{expected_share(card):.0%} is expected here"
+    )
+    if not run.compile:
+        source += f"; without torch.compile {COMPILE_GAIN} × slower (published: 1.5 to 1.85)"
+    return Speed(predicted_tokens_per_s(card, step, compiled=run.compile), card, source)
+
+
+def within_budget(
+    shape: GPTConfig,
+    learn: TrainConfig,
+    data: Data,
+    speed: Speed,
+    *,
+    hours: float | None,
+    tokens: int | None,
+    epochs: float | None,
+) -> TrainConfig:
+    """The settings with the length that --hours, --tokens or --epochs ask for."""
+    tokens_per_step = learn.sequences_per_step * shape.block_size
+    if hours is not None:
+        name, tokens = f"--hours {hours:g}", hours * 3600 * speed.tokens_per_s
+    elif tokens is not None:
+        name = f"--tokens {compact(tokens)}"
+    elif epochs is not None:
+        if data.train_tokens is None:
+            raise InputError(f"--epochs {epochs:g} needs data: {data.source}")
+        name, tokens = f"--epochs {epochs:g}", epochs * data.train_tokens
+    else:
+        return learn
+    steps = int(tokens / tokens_per_step)
+    if steps < 1:
+        raise InputError(
+            f"{name} is less than one step: {compact(tokens)} tokens, while a step has "
+            f"{compact(tokens_per_step)} and takes "
+            f"{duration(tokens_per_step / speed.tokens_per_s)}; give more, or a smaller batch"
+        )
+    return learn.of_length(steps)
+
+
+def optimal_tokens_of(shape: GPTConfig) -> float:
+    return optimal_tokens(n_layer=shape.n_layer, n_embd=shape.n_embd, vocab_size=shape.vocab_size)
+
+
+def _forecast_json(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "steps": forecast.steps,
+        "tokens_per_step": forecast.tokens_per_step,
+        "tokens": forecast.tokens,
+        "unique_tokens": forecast.unique_tokens,
+        "epochs": forecast.epochs,
+        "seconds": forecast.seconds,
+        "kwh": forecast.kwh,
+        "loss": forecast.loss,
+        "loss_band": forecast.band,
+    }

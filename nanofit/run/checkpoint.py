@@ -1,0 +1,257 @@
+"""Save and restore a run, atomically.
+
+A run's folder holds its newest checkpoints (`ckpt-00002000.pt`), the best by validation loss
+(`ckpt-best.pt`) and, with a WSD schedule, the last one before the decay (`ckpt-stable.pt`), from
+which the run can be extended. The keys are nanoGPT's and a few more.
+"""
+
+import re
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model import GPT
+from nanofit.files import atomic_write
+from nanofit.learning.optim import lr_at, same_lr_until
+from nanofit.settings.config import ENDLESS, TrainConfig, flatten
+from nanofit.settings.shape import GPTConfig
+from nanofit.terminal import InputError
+from nanofit.weights import read_checkpoint, without_compile_prefix
+
+FORMAT = 1
+# A run may be extended, and its sequences per step be cut into other micro-batches.
+_MAY_CHANGE = {"max_iters", "lr_decay_iters", "batch_size", "gradient_accumulation_steps"}
+BEST, STABLE = "ckpt-best.pt", "ckpt-stable.pt"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    best_val_loss: float = float("inf")
+    seconds: float = 0.0
+    rollbacks: tuple[tuple[int, int], ...] = ()  # (step gone back to, steps of data left out)
+    stage: str = "eager"  # as in nanofit/run/stages.py
+
+    @property
+    def data_step(self) -> int:
+        """The step whose sequences come next: what once made the run diverge is left out."""
+        return self.step + sum(left_out for _, left_out in self.rollbacks)
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder."""
+
+    def __init__(self, folder: Path, keep: int = 3):
+        self.folder, self.keep = folder, keep
+
+    def newest_first(self) -> list[Path]:
+        """The numbered checkpoints."""
+        found = self.folder.glob("ckpt-*.pt")
+        return sorted((path for path in found if _step_of(path) is not None), reverse=True)
+
+    def exist(self) -> bool:
+        return bool(self._candidates())
+
+    def prepare_folder(self, step: int) -> None:
+        """Make ready to save what follows `step`, before any work is done.
+
+        Newer checkpoints than that are damaged or of a schedule given up: they are renamed.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "metrics.jsonl").open("a"):
+                pass
+            best = self.folder / BEST
+            later = [path for path in self.newest_first() if _step_of(path) > step]
+            if best.exists() and _step_within(best) > step:
+                later.append(best)
+            for path in later:
+                path.replace(path.with_name("aside-" + path.name))
+        except OSError as error:
+            raise InputError(
+                f"cannot write to out_dir {self.folder} ({error.strerror}); use another --out_dir"
+            ) from None
+
+    def save(self, content: dict[str, Any], name: str | None = None) -> Path:
+        """Write a checkpoint, whole or not at all, then drop the oldest beyond `keep`.
+
+        A named one is a numbered one as well: a run that saves only its best can be continued.
+        """
+        numbered = self.folder / f"ckpt-{content['iter_num']:08d}.pt"
+        path = self.folder / name if name else numbered
+        with atomic_write(path) as temporary, temporary.open("wb") as file:
+            torch.save(content, file)
+        if not numbered.exists():
+            numbered.hardlink_to(path)
+        for old in self.newest_first()[self.keep :]:
+            old.unlink()
+        return path
+
+    def load(
+        self, shape: GPTConfig, learn: TrainConfig, say: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """The checkpoint to continue from: the newest that is whole.
+
+        If a WSD schedule was extended after its decay had begun, the newest from before the decay.
+        """
+        newest = None
+        for path in self._candidates():
+            content = _read_whole(path, say)
+            if content is None:
+                continue
+            newest = newest or content
+            learn = with_length(newest, learn)
+            _check_same_run(newest, shape, learn)
+            if same_lr_until(content["iter_num"], _learned(content), learn):
+                if content is not newest:
+                    say(f"the schedule was extended: going on from {path}, before its decay")
+                return content
+            if learn.lr_schedule != "wsd":
+                break
+        if newest is None:
+            raise InputError(f"no readable checkpoint in {self.folder}; start in another --out_dir")
+        _warn_of_lr_jump(newest, learn, say)
+        return newest
+
+    def _candidates(self) -> list[Path]:
+        named = (self.folder / name for name in (STABLE, BEST))
+        return [*self.newest_first(), *(path for path in named if path.exists())]
+
+
+def pack(
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    progress: Progress,
+    *,
+    config: dict[str, Any],
+    fit: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Everything needed to go on, or to sample, as plain containers and tensors."""
+    sequences_per_step = config["batch_size"] * config["gradient_accumulation_steps"]
+    return {
+        "format": FORMAT,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "model_args": flatten(model.config),
+        "config": config,
+        "fit": fit,  # what the machine was found to bear; the next one is asked anew
+        "iter_num": progress.step,
+        "sequences_seen": progress.step * sequences_per_step,
+        "best_val_loss": progress.best_val_loss,
+        "seconds": progress.seconds,
+        "rollbacks": progress.rollbacks,
+        "stage": progress.stage,
+        "tokenizer": "gpt2",
+        "torch": str(torch.__version__),
+    }
+
+
+def unpack(
+    content: dict[str, Any],
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> Progress:
+    """Put a checkpoint's state back into place."""
+    model.load_state_dict(without_compile_prefix(content["model"]))
+    optimizer.load_state_dict(content["optimizer"])
+    if scaler.is_enabled() and content["scaler"]:  # empty if it was saved by a bfloat16 run
+        scaler.load_state_dict(content["scaler"])
+    return Progress(
+        step=content["iter_num"],
+        best_val_loss=content["best_val_loss"],
+        seconds=content["seconds"],
+        rollbacks=content.get("rollbacks", ()),
+        stage=content.get("stage", "eager"),
+    )
+
+
+def with_length(content: dict[str, Any] | None, learn: TrainConfig) -> TrainConfig:
+    """The settings of a run in `hours` with the length that its speed once fixed, if it has."""
+    if learn.hours is None:
+        return learn
+    config = content["config"] if content else {}
+    fixed = {"max_iters": ENDLESS, "lr_decay_iters": None}
+    if learn.hours == config.get("hours"):
+        fixed |= {name: config[name] for name in ("max_iters", "warmup_iters")}
+    return replace(learn, **fixed)
+
+
+def _check_same_run(content: dict[str, Any], shape: GPTConfig, learn: TrainConfig) -> None:
+    """Refuse to continue a run with another shape or recipe than it was begun with."""
+    if content.get("format", FORMAT) > FORMAT:
+        raise InputError(
+            f"{content['config']['out_dir']} was saved by a newer version; update first"
+        )
+    before, now = content["config"], flatten(shape, learn)
+    if learn.hours is None:
+        del now["hours"]  # its length may be given in steps from now on
+    differing = [
+        f"{name} = {before[name]} (now {value})"
+        for name, value in now.items()
+        if name not in _MAY_CHANGE and before.get(name, value) != value
+    ]
+    sequences = _learned(content).sequences_per_step
+    if sequences != learn.sequences_per_step:
+        differing.append(f"{sequences} sequences per step (now {learn.sequences_per_step})")
+    if differing:
+        raise InputError(
+            f"{before['out_dir']} holds a run with {', '.join(differing)}; "
+            "use the same settings to continue it, or another --out_dir"
+        )
+
+
+def _step_of(path: Path) -> int | None:
+    match = re.fullmatch(r"ckpt-(\d{8,})\.pt", path.name)
+    return int(match[1]) if match else None
+
+
+def _learned(content: dict[str, Any]) -> TrainConfig:
+    saved = content["config"]
+    return TrainConfig(**{f.name: saved[f.name] for f in fields(TrainConfig) if f.name in saved})
+
+
+def _step_within(path: Path) -> float:
+    """The step a checkpoint was saved at; a damaged one counts as too late."""
+    try:
+        return read_checkpoint(path)["iter_num"]
+    except InputError:
+        return float("inf")
+
+
+def _read_whole(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """A checkpoint's content; None, and a word about it, if the file is damaged."""
+    try:
+        # torch.load checks no CRC: a flipped bit would load silently.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip() is not None
+    except zipfile.BadZipFile:
+        damaged = True
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror})") from error
+    if damaged:
+        say(f"{path} is damaged; trying the one before it")
+        return None
+    content = read_checkpoint(path, mmap=False)
+    if not {"config", "optimizer", "iter_num"} <= content.keys():
+        raise InputError(f"{path} is no checkpoint of ours; start from it with --init_from={path}")
+    return content
+
+
+def _warn_of_lr_jump(
+    content: dict[str, Any], learn: TrainConfig, say: Callable[[str], None]
+) -> None:
+    step = content["iter_num"]
+    say(
+        f"the schedule was changed: at step {step} the learning rate goes from "
+        f"{lr_at(step - 1, _learned(content)):.3g} to {lr_at(step, learn):.3g}; "
+        "a run with lr_schedule = 'wsd' can be extended without such a jump"
+    )

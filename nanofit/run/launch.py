@@ -1,0 +1,354 @@
+"""What a run has from its start: settings, device, data, what fits, what learns."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from model import GPT
+from nanofit.data.loader import MicroBatch, TrainSequences, ValSequences, mix
+from nanofit.data.tokens import open_bins
+from nanofit.files import PROJECT
+from nanofit.fit.fit import Fit, find_fit
+from nanofit.fit.search import sizes_for
+from nanofit.fit.trial import share_compile_cache
+from nanofit.learning.optim import build_optimizer, lr_at, undecayed_share
+from nanofit.learning.step import evaluate, train_step
+from nanofit.learning.undo import UpdateUndo
+from nanofit.machine.cards import known_card
+from nanofit.machine.device import Device, describe_device
+from nanofit.machine.dist import Ranks
+from nanofit.outlook.forecast import Forecast, predicted_tokens_per_s, step_of
+from nanofit.outlook.scaling import Band, recipe_of
+from nanofit.run import checkpoint
+from nanofit.run.checkpoint import Checkpoints, Progress
+from nanofit.run.metrics import Log, WandbSink
+from nanofit.run.spikes import watch_for_spikes
+from nanofit.run.stages import Stages
+from nanofit.settings.config import ENDLESS, RunConfig, TrainConfig, flatten
+from nanofit.settings.shape import GPTConfig
+from nanofit.terminal import InputError, compact
+
+
+class Learner(NamedTuple):
+    """What learns: all that an update changes."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that a run has from its launch on. Of it only the length may change, once."""
+
+    shape: GPTConfig  # as it was asked for; the model's own may come from a checkpoint
+    learn: TrainConfig
+    run: RunConfig
+    device: Device
+    ranks: Ranks
+    checkpoints: Checkpoints
+    learner: Learner
+    train_data: TrainSequences
+    val_data: ValSequences
+    fit: Fit
+    forecast: Forecast
+
+    def opening(self) -> Iterator[str]:
+        """Everything derived from the settings, before anything is spent."""
+        if self.device.note:
+            yield f"note    {self.device.note}"
+        yield from self._summary()
+        yield from self.fit.lines(share_of_rank(self.learn, self.ranks))
+        yield from self.forecast.outlook()
+
+    def open_log(self, progress: Progress) -> Log:
+        """Where the run tells of itself, with the losses that are normal for it."""
+        learn, model, ranks = self.learn, self.learner.model, self.ranks
+        log = Log(
+            Path(self.run.out_dir),
+            is_main=ranks.is_main,
+            log_interval=self.run.log_interval,
+            first_step=progress.step,
+            last_step=None if learn.max_iters == ENDLESS else learn.max_iters,
+            tokens_per_step=learn.sequences_per_step * model.config.block_size,
+            flops_per_token=model.config.flops_per_token,
+            peak_flops=self.device.peak_flops and self.device.peak_flops * ranks.world,
+            seconds_before=progress.seconds,
+            watch=watch_for_spikes(self.run.on_spike, self.learner.optimizer, self.learner.scaler),
+            peek=self.device.peek,
+            sinks=self._trackers(),
+        )
+        log.expect(self.normal_losses)
+        return log
+
+    def begin_stages(self, progress: Progress, event: Callable[..., None]) -> Stages:
+        """How the run computes: in eager first, or as it did when it was last saved."""
+        run, model = self.run, self.learner.model
+        return Stages(
+            model,
+            self.fit.plan(run.compile_after if run.compile else None),
+            sizes_for(share_of_rank(self.learn, self.ranks)),
+            device=self.device,
+            ranks=self.ranks,
+            tokens_per_step=self.learn.sequences_per_step * model.config.block_size,
+            undo=UpdateUndo(self.learner.optimizer, self.device.memory()),
+            event=event,
+            reached=progress.stage,
+        )
+
+    def batches(self, progress: Progress) -> Callable[[int], Iterator[MicroBatch]]:
+        """The sequences of the coming step, by the size of micro-batch they are to be cut into."""
+        return partial(self.train_data.micro_batches, progress.data_step, ranks=self.ranks)
+
+    def attempt(
+        self, step: int, batches: Callable[[int], Iterator[MicroBatch]], micro_batch_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Learn from the sequences of a step; may be repeated with another micro-batch."""
+        return train_step(
+            *self.learner,
+            batches(micro_batch_size),
+            device=self.device,
+            ranks=self.ranks,
+            lr=lr_at(step, self.learn),
+            grad_clip=self.learn.grad_clip,
+            seed=mix(self.learn.seed, step, self.ranks.rank),
+        )
+
+    def validate(self, micro_batch_size: int) -> float:
+        batches = self.val_data.micro_batches(micro_batch_size, self.ranks)
+        return evaluate(self.learner.model, batches, device=self.device, ranks=self.ranks)
+
+    def normal_losses(self, steps_done: int) -> Band | None:
+        """Between which losses a run of this shape and recipe is by then; None in warm-up."""
+        if steps_done <= self.learn.warmup_iters:
+            return None
+        share = undecayed_share(steps_done, self.learn)
+        return self.forecast.with_steps(steps_done).band_before_decay(share)
+
+    def _summary(self) -> Iterator[str]:
+        run, device, world = self.run, self.device, self.ranks.world
+        shape, sequences = self.learner.model.config, self.learn.sequences_per_step
+        memory = f", {device.memory_bytes / 1e9:.1f} GB" if device.memory_bytes else ""
+        processes = f" on {world} processes" if world > 1 else ""
+        yield f"device  {device.name}{memory}, {device.precision}{processes}"
+        yield (
+            f"model   {compact(self.learner.model.num_params())} parameters: {shape.n_layer} "
+            f"layers, {shape.n_head} heads, {shape.n_embd} wide, block {shape.block_size}"
+        )
+        yield (
+            f"data    {run.data_dir}: {compact(len(self.train_data.bins))} tokens to learn from, "
+            f"{compact(self.val_data.sequences * shape.block_size)} to validate on"
+        )
+        size = self.fit.eager.size
+        yield (
+            f"step    {size} × {-(-sequences // (size * world))}"
+            f"{f' × {world}' if processes else ''} = {sequences} sequences, "
+            f"{compact(sequences * shape.block_size)} tokens"
+        )
+        yield f"run     {self._length()}, in {run.out_dir}"
+
+    def _length(self) -> str:
+        steps, sequences = self.learn.max_iters, self.learn.sequences_per_step
+        if steps == ENDLESS:
+            return f"{self.learn.hours:g} hours, in as many steps as the measured speed allows"
+        tokens = steps * sequences * self.learner.model.config.block_size
+        epochs = steps * sequences / self.train_data.blocks_per_epoch
+        return f"{steps} steps, {compact(tokens)} tokens, {epochs:.3g} epochs"
+
+    def _trackers(self) -> tuple[WandbSink, ...]:
+        run = self.run
+        if not (run.wandb_log and self.ranks.is_main):
+            return ()
+        folder = Path(run.out_dir)
+        name = run.wandb_run_name or folder.resolve().name
+        config = flatten(self.learner.model.config, self.learn, run)
+        return (WandbSink(run.wandb_project, name, config, folder, say=print),)
+
+
+def launch(
+    shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks
+) -> tuple[Launch, Progress] | None:
+    """Start a run or continue the one in its folder; None if that is complete."""
+    share_of_rank(learn, ranks)
+    device = describe_device(run.device, run.dtype, local_rank=ranks.local_rank)
+    _prepare_if_needed(run.data_dir, ranks)
+    checkpoints = Checkpoints(Path(run.out_dir), run.keep_checkpoints)
+    saved = _find_saved(checkpoints, shape, learn, run, ranks)
+    learn = checkpoint.with_length(saved, learn)
+    model = build_model(shape, learn, run, saved)
+    train_data, val_data = _open_data(model.config, learn, run, device)
+    if saved and saved["iter_num"] >= learn.max_iters and not run.eval_only:
+        ranks.say(
+            f"the run is complete at step {saved['iter_num']}; extend it with a larger --max_iters"
+        )
+        return None
+    share_compile_cache()
+    fit = find_fit(model.config, learn, run, device, ranks)
+    learner = _put_on_device(model, learn, fit, device, ranks)
+    progress = checkpoint.unpack(saved, *learner) if saved else Progress()
+    if not ranks.agree(progress.step):
+        raise InputError(
+            f"the processes found different checkpoints in {run.out_dir}; "
+            "it must be a folder that all machines see"
+        )
+    return Launch(
+        shape=shape,
+        learn=learn,
+        run=run,
+        device=device,
+        ranks=ranks,
+        checkpoints=checkpoints,
+        learner=learner,
+        train_data=train_data,
+        val_data=val_data,
+        fit=fit,
+        forecast=_forecast(model, learn, run, device, ranks, len(train_data.bins), fit),
+    ), progress
+
+
+def share_of_rank(learn: TrainConfig, ranks: Ranks) -> int:
+    """The sequences of a step that each process has to do."""
+    share, rest = divmod(learn.sequences_per_step, ranks.world)
+    if rest:
+        raise InputError(
+            f"{learn.sequences_per_step} sequences per step cannot be shared by {ranks.world} "
+            f"processes; make batch_size × gradient_accumulation_steps a multiple of {ranks.world}"
+        )
+    return share
+
+
+def build_model(
+    shape: GPTConfig, learn: TrainConfig, run: RunConfig, saved: dict[str, Any] | None = None
+) -> GPT:
+    """The model of a run as it begins, in the host's memory."""
+    torch.manual_seed(learn.seed)
+    if saved:
+        return GPT(GPTConfig(**saved["model_args"]), loss=run.loss)
+    if run.init_from in ("auto", "scratch"):
+        return GPT(shape, loss=run.loss)
+    model = GPT.from_checkpoint(run.init_from, loss=run.loss, dropout=shape.dropout)
+    if shape.is_modern != model.config.is_modern:
+        raise InputError(
+            f"{run.init_from} holds a model with arch = {model.config.arch!r}, which cannot become "
+            f"{shape.arch!r}; use --arch={model.config.arch}"
+        )
+    if shape.block_size > model.config.block_size:
+        raise InputError(
+            f"block_size = {shape.block_size}, but {run.init_from} has positions for "
+            f"{model.config.block_size} tokens; use --block_size={model.config.block_size}"
+        )
+    model.crop_block_size(shape.block_size)
+    return model
+
+
+def _prepare_if_needed(folder: Path, ranks: Ranks) -> None:
+    """Make the bins of a folder where the user only put parquet files."""
+    has_bins = (folder / "train.bin").exists() or (folder / "meta.json").exists()
+    if ranks.is_main and not has_bins and any(folder.glob("*.parquet")):
+        ranks.say(f"{folder} holds parquet files but no bins; preparing them first")
+        script = PROJECT / "prepare_fineweb.py"
+        if subprocess.run([sys.executable, script, folder, "--out", folder]).returncode:
+            raise InputError(f"{folder} could not be prepared, for the reason above")
+    ranks.wait()
+
+
+def _find_saved(
+    checkpoints: Checkpoints,
+    shape: GPTConfig,
+    learn: TrainConfig,
+    run: RunConfig,
+    ranks: Ranks,
+) -> dict[str, Any] | None:
+    """The checkpoint to continue from; None for a new run."""
+    if run.init_from not in ("auto", "resume"):
+        if checkpoints.exist() and not run.eval_only:
+            raise InputError(
+                f"{run.out_dir} already holds a run; continue it with --init_from=resume, "
+                "or start another in a new --out_dir"
+            )
+        return None
+    if not checkpoints.exist():
+        if run.init_from == "resume":
+            raise InputError(f"no checkpoint in {run.out_dir} to resume from")
+        return None
+    return checkpoints.load(shape, learn, ranks.say)
+
+
+def _open_data(
+    shape: GPTConfig, learn: TrainConfig, run: RunConfig, device: Device
+) -> tuple[TrainSequences, ValSequences]:
+    train_bins, val_bins = open_bins(
+        run.data_dir, block_size=shape.block_size, vocab_size=shape.vocab_size
+    )
+    common = (shape.block_size, shape.vocab_size, device)
+    return (
+        TrainSequences(
+            train_bins, *common, sequences_per_step=learn.sequences_per_step, seed=learn.seed
+        ),
+        ValSequences(val_bins, *common, sequences=run.eval_iters * learn.batch_size),
+    )
+
+
+def _put_on_device(
+    model: GPT, learn: TrainConfig, fit: Fit, device: Device, ranks: Ranks
+) -> Learner:
+    device.enter_thread()
+    # What is set up for the first sum must not be missing in the middle of a step.
+    ranks.sum_([torch.zeros(1, device=device.torch_device)])
+    if fit.limit_bytes is not None:
+        device.memory().limit(fit.limit_bytes)
+    model.to(device.torch_device)
+    model.recompute = fit.savers.recompute
+    optimizer = build_optimizer(
+        model,
+        learn,
+        bits=fit.savers.optimizer_bits,
+        products=device.product_dtype,
+        ranks=ranks,
+    )
+    return Learner(model, optimizer, device.grad_scaler())
+
+
+def _forecast(
+    model: GPT,
+    learn: TrainConfig,
+    run: RunConfig,
+    device: Device,
+    ranks: Ranks,
+    unique_tokens: int,
+    fit: Fit,
+) -> Forecast:
+    """What the run will cost and give, as far as that is known before it starts."""
+    tokens_per_step = learn.sequences_per_step * model.config.block_size
+    card = known_card(device.name) if device.dtype != torch.float32 else None
+    step = step_of(
+        model.config,
+        run.loss,
+        micro_batch_size=(fit.compiled or fit.eager).size,
+        sequences_per_step=learn.sequences_per_step // ranks.world,
+        muon_steps=learn.newton_schulz_steps,
+    )
+    tokens_per_s = card and ranks.world * predicted_tokens_per_s(card, step, compiled=run.compile)
+    steps = learn.max_iters
+    if steps == ENDLESS:
+        steps = int(learn.hours * 3600 * (tokens_per_s or 0) / tokens_per_step)
+    is_new = run.init_from in ("auto", "resume", "scratch")  # what has learned before has no law
+    return Forecast(
+        parameters=model.config.law_parameters,
+        steps=steps,
+        tokens_per_step=tokens_per_step,
+        decay_end=learn.lr_decay_iters if learn.decay_lr else None,
+        unique_tokens=unique_tokens,
+        tokens_per_s=tokens_per_s,
+        watts=card and card.watts * ranks.world,
+        recipe=recipe_of(model.config.arch, learn.optimizer, model.config.vocab_size)
+        if is_new
+        else None,
+    )

@@ -1,0 +1,4 @@
+"""What a checkpoint is good for once it is there: text.
+
+Others use `generate`.
+"""

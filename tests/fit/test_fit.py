@@ -1,0 +1,157 @@
+"""The fit of a run, found and proven under real memory limits, against trying every size."""
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+
+from nanofit.fit.fit import Savers, _Fitter, find_fit, judged, ladder
+from nanofit.fit.search import sizes_for
+from nanofit.fit.trial import TrialResult, run_trial
+from nanofit.machine.cards import CARDS
+from nanofit.machine.device import describe_device
+from nanofit.machine.dist import Ranks
+from nanofit.memory.budget import budget_of, smallest_card, usable_bytes
+from nanofit.memory.setup import Setup
+from nanofit.settings.config import RunConfig, TrainConfig
+from nanofit.settings.shape import GPTConfig
+from nanofit.terminal import InputError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+
+SHAPE = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=128, vocab_size=2048)
+LEARN = TrainConfig(batch_size=8, gradient_accumulation_steps=12)
+RUN = RunConfig(device="cpu", compile=False)
+DEVICE = describe_device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch, shared_cache):
+    """But for simulations, which are the same whatever was fitted before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shared = shared_cache / "nanofit" / "memory"
+    for folder in (shared, tmp_path / "nanofit"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "nanofit" / "memory").symlink_to(shared)
+
+
+def test_fit_is_the_largest_divisor_that_survives(capsys):
+    setup = Setup(SHAPE, dtype="float32")
+    peak = run_trial(setup, 16, device="cpu", limit_bytes=10**9).peak_bytes
+    limit = peak + 30 * 10**6
+    fit = find(memory_limit=str(limit))
+    assert capsys.readouterr().out.count("trying") == fit.eager.trials
+    following = next(size for size in sizes_for(96) if size > fit.eager.size)
+    assert run_trial(setup, fit.eager.size, device="cpu", limit_bytes=limit).peak_bytes
+    assert not run_trial(setup, following, device="cpu", limit_bytes=limit).peak_bytes
+    assert fit.eager.peak_bytes <= limit
+    assert fit.compiled is None
+    assert len(list(fit.lines(96))) == 3
+
+    again = find(memory_limit=str(limit))
+    assert again.is_remembered
+    assert (again.eager, again.savers) == (fit.eager, fit.savers)
+    assert "trying" not in capsys.readouterr().out
+
+
+def test_without_autofit_the_configured_numbers_are_taken():
+    for run in (replace(RUN, autofit=False, memory_limit="1MB"), RUN):
+        fit = find_fit(SHAPE, LEARN, run, DEVICE, Ranks())
+        assert fit.eager.size == 8
+        assert list(fit.lines(96)) == []
+
+
+def test_ladder_begins_with_what_is_given_and_leaves_out_what_is_not_possible():
+    def rungs(given, **settings):
+        run = replace(RUN, **settings)
+        return _Fitter(SHAPE, LEARN, run, DEVICE, 96, print)._rungs(given)
+
+    every = ladder(Setup(SHAPE))
+    assert rungs(Savers(), on_spike="skip") == [rung for rung in every if rung.optimizer_bits > 8]
+    assert rungs(every[2], on_spike="skip") == [every[2], every[3]]
+    own = Savers("block", 0.9)
+    assert rungs(own, on_spike="skip")[:2] == [own, every[1]]
+
+
+@pytest.mark.slow
+def test_broken_compiler_costs_the_compiled_size_and_not_the_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    fit = find(memory_limit="3GB", compile=True)
+    assert fit.eager.size > 0
+    assert fit.compiled is None
+    assert fit.plan(compile_after=7).compiled_size == fit.eager.size
+    assert "no size for the compiled stage: a trial failed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_nothing_fits_and_what_the_error_advises_does():
+    all_savers = dict(recompute="block", activation_memory_budget=0.5, on_spike="skip")
+    with pytest.raises(InputError, match=r"--block_size=64 \d+, --n_embd=32 \d+") as caught:
+        find(memory_limit="100MB", **all_savers)
+    advised = re.search(r"--memory_limit=(\w+)", str(caught.value))[1]
+    assert find(memory_limit=advised, **all_savers).eager.size >= 1
+
+
+@pytest.mark.slow
+def test_ladder_is_climbed_where_one_sequence_does_not_fit_without():
+    shape = replace(SHAPE, n_layer=4, block_size=2048)
+    setup = Setup(shape, dtype="float32")
+    without, with_all = (
+        run_trial(replace(setup, recompute=mode), 1, device="cpu", limit_bytes=10**9).peak_bytes
+        for mode in ("off", "block")
+    )
+    limit = (without + with_all) // 2
+    fit = find(shape=shape, memory_limit=str(limit), on_spike="skip")
+    assert fit.savers in ladder(setup)[1:]
+    assert fit.eager.size >= 1
+    assert fit.eager.peak_bytes <= limit
+    assert f"recompute {fit.savers.recompute}" in "".join(fit.lines(96))
+
+
+@pytest.mark.parametrize(("speeds", "expected"), [((100, 99, 90), 12), ((100, 97, 97), 24)])
+def test_fastest_is_the_smallest_size_within_two_percent_of_the_best(speeds, expected):
+    speeds = dict(zip((24, 12, 6), speeds, strict=True))
+    survived = {24: TrialResult(tokens_per_s=speeds[24])}
+
+    def attempt(size):
+        survived[size] = TrialResult(tokens_per_s=speeds[size])
+
+    fitter = _Fitter(SHAPE, LEARN, RUN, DEVICE, 96, print)
+    assert fitter._fastest(24, attempt, survived) == expected
+    assert sorted(survived) == [6, 12, 24]
+
+
+@pytest.mark.parametrize(
+    ("trial", "reason"),
+    [
+        (dict(retries=3, tokens_per_s=60.0), ""),
+        (dict(retries=4, tokens_per_s=60.0), "4 allocations had to be repeated"),
+        (dict(spilled_bytes=2**30, tokens_per_s=60.0), "1,024 MiB spilled"),
+        (dict(tokens_per_s=40.0), "far slower"),
+    ],
+)
+def test_trial_that_only_seems_to_survive_counts_as_too_large(trial, reason):
+    seen = judged(TrialResult(peak_bytes=1000, **trial), smaller_speeds=[50.0, 100.0])
+    assert (seen.peak_bytes is None, seen.is_too_large) == (bool(reason), bool(reason))
+    assert reason in seen.reason
+
+
+def test_smallest_card_is_the_first_on_which_the_simulated_step_is_said_to_fit():
+    needed = 6 * 2**30
+    card = smallest_card(needed, RUN)
+    assert budget_of(card.name, None, RUN).limit_bytes >= needed
+    for other in CARDS:
+        if other.memory_mib < card.memory_mib:
+            assert budget_of(other.name, None, RUN).limit_bytes < needed
+    assert smallest_card(2**50, RUN) is None
+
+
+def test_reserve_is_five_percent_and_a_little_or_as_told():
+    assert usable_bytes(10 * 2**30, RUN) == 10 * 2**30 - 512 * 2**20 - 128 * 2**20
+    assert usable_bytes(10**9, replace(RUN, memory_reserve="100MB")) == 9 * 10**8
+
+
+def find(*, shape=SHAPE, **settings):
+    return find_fit(shape, LEARN, replace(RUN, **settings), DEVICE, Ranks())

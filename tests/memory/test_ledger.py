@@ -1,0 +1,143 @@
+"""What is written down of a step's memory, against the simulator, which runs the step itself."""
+
+from dataclasses import replace
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model import GPT
+from nanofit.memory.ledger import WrittenNeed, covers, saved_by_8_bits, write_down
+from nanofit.memory.setup import Setup
+from nanofit.settings.config import load_config
+from nanofit.settings.shape import GPTConfig
+from tests.conftest import PROJECT
+from tests.memory.simulations import GPT2_77M, nanogpts_way, simulate
+
+CONFIGS = sorted(path.name for path in (PROJECT / "config").glob("*.py"))
+SMALL = GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=512, vocab_size=4096)
+SIZE = 8
+ARCHS = pytest.mark.parametrize("arch", ["gpt2", "modern"])
+BIASES = pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+EAGER = [{"recompute": mode} for mode in ("off", "selective", "alternate", "block")]
+COMPILED = [{"compiled": True, "activation_memory_budget": budget} for budget in (1.0, 0.7, 0.5)]
+STAGES = pytest.mark.parametrize("stage", [{}, {"compiled": True}], ids=["eager", "compiled"])
+
+
+def error_of(setup: Setup, size: int = SIZE) -> float:
+    """Of what is written, as a share of what is simulated."""
+    return write_down(setup, size).peak_bytes / simulate(setup, size).peak_bytes - 1
+
+
+@STAGES
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_is_within_a_thousandth_of_the_simulator(name, stage):
+    shape, learn, run = load_config([str(PROJECT / "config" / name)])
+    dtype = "bfloat16" if run.dtype == "auto" else run.dtype
+    setup = Setup(shape, dtype=dtype, optimizer=learn.optimizer, **stage)
+    assert error_of(setup, learn.batch_size) == pytest.approx(0, abs=1e-3)
+    written = write_down(setup, learn.batch_size).components_at_peak()
+    simulated = simulate(setup, learn.batch_size).components_at_peak()
+    for exact in ("weights", "gradients", "optimiser state"):
+        assert written[exact] == pytest.approx(simulated[exact], rel=2e-3), exact
+
+
+@ARCHS
+@BIASES
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("stage", EAGER, ids=str)
+def test_eager_stage_is_within_3_percent_whatever_the_saver(arch, bias, dtype, stage):
+    setup = Setup(replace(SMALL, arch=arch, bias=bias), dtype=dtype, **stage)
+    assert error_of(setup) == pytest.approx(0, abs=0.03)
+
+
+@ARCHS
+@BIASES
+@pytest.mark.parametrize("stage", COMPILED, ids=str)
+def test_compiled_stage_is_within_3_percent_in_every_budget_that_is_covered(arch, bias, stage):
+    setup = Setup(replace(SMALL, arch=arch, bias=bias), **stage)
+    if covers(setup):
+        assert error_of(setup) == pytest.approx(0, abs=0.03)
+    else:
+        assert (arch, stage["activation_memory_budget"]) == ("modern", 0.5)
+
+
+@STAGES
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_and_heads_that_attention_pads_are_within_2_percent(stage, dropout):
+    setup = Setup(replace(SMALL, n_embd=240, dropout=dropout), **stage)  # heads of 60
+    assert error_of(setup) == pytest.approx(0, abs=0.02)
+
+
+@ARCHS
+@pytest.mark.parametrize("size", [1, 40])
+@pytest.mark.parametrize("stage", [EAGER[0], EAGER[3], COMPILED[0], COMPILED[1]], ids=str)
+def test_few_and_many_sequences_are_within_4_percent(arch, size, stage):
+    setup = Setup(replace(SMALL, arch=arch), **stage)
+    assert error_of(setup, size) == pytest.approx(0, abs=0.04)
+
+
+def test_muon_is_within_1_percent_where_its_update_is_the_peak():
+    shape = replace(SMALL, arch="modern", n_embd=512, block_size=64, vocab_size=512, n_layer=8)
+    setup = Setup(shape, optimizer="muon")
+    assert error_of(setup, 1) == pytest.approx(0, abs=0.01)
+
+
+@STAGES
+@ARCHS
+def test_activations_are_made_by_the_lines_that_are_named(arch, stage):
+    """So that the table of the largest tensors leads to the right place in the model."""
+    setup = Setup(replace(SMALL, arch=arch), **stage)
+    written, simulated = (
+        {(buffer.line, buffer.size_bytes) for buffer in course.alive_at_peak if buffer.line}
+        for course in (write_down(setup, SIZE), simulate(setup, SIZE))
+    )
+    large = 2 * SIZE * SMALL.block_size * 4 * SMALL.n_embd  # MLPs have the largest
+    named = {line for line, size in written if size >= large}
+    assert named
+    assert named <= {line for line, size in simulated if size >= large} | {
+        line for line, _ in written if line.startswith("loss.py")
+    }
+
+
+@BIASES
+@ARCHS
+def test_weights_are_those_of_the_real_model(arch, bias):
+    shape = replace(SMALL, arch=arch, bias=bias)
+    with FakeTensorMode():
+        real = {name: tuple(weight.shape) for name, weight in GPT(shape).named_parameters()}
+    assert shape.weights() == real
+
+
+def test_8_bit_moments_save_three_quarters_of_adamws_and_nothing_of_muons():
+    adamw = saved_by_8_bits(Setup(SMALL))
+    assert adamw == pytest.approx(2 * SMALL.parameters * (4 - 1 - 4 / 256), rel=0.02)
+    modern = replace(SMALL, arch="modern")
+    of_blocks = 12 * SMALL.n_layer * SMALL.n_embd**2
+    muon = saved_by_8_bits(Setup(modern, optimizer="muon"))
+    expected = 2 * (modern.parameters - of_blocks) * (4 - 1 - 4 / 256)
+    assert muon == pytest.approx(expected, rel=0.02)
+    wide, narrow = (Setup(SMALL, optimizer_bits=bits) for bits in (32, 8))
+    assert WrittenNeed(wide).at(4) - WrittenNeed(narrow).at(4) == adamw
+
+
+def test_largest_micro_batch_is_the_last_one_under_the_limit():
+    need = WrittenNeed(Setup(GPT2_77M))
+    largest = need.largest(11.2 * 2**30)
+    assert need.at(largest) <= 11.2 * 2**30 < need.at(largest + 1)
+    assert need.largest(2**30) == 0
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(SMALL, loss="full"),
+        nanogpts_way(SMALL),
+        Setup(replace(SMALL, dropout=0.1), recompute="block"),
+        Setup(replace(SMALL, n_embd=248), dtype="float16", has_flash=False),  # heads of 62
+        Setup(SMALL, compiled=True, activation_memory_budget=0.3),
+        Setup(SMALL, dtype="float32", compiled=True, activation_memory_budget=0.7),
+    ],
+    ids=str,
+)
+def test_nothing_is_claimed_of_what_was_not_checked(setup):
+    assert not covers(setup)
