@@ -29,10 +29,11 @@ That was all of it: shard, plan, fit, training, text. What to do next:
 endef
 export DEMO_ENDS
 
-demo: .venv/installed  ## make a sample shard, prepare it, plan, train a small GPT, sample from it
+demo: .venv/installed  ## make a sample shard, prepare it, plan, fit, train a small GPT, sample from it
 	$(BIN)/python data/sample/make_shard.py
 	$(BIN)/python prepare_fineweb.py data/sample/sample.parquet --out data/sample
 	$(BIN)/python plan.py config/demo.py
+	$(if $(DEMO_LIMIT),$(BIN)/python autofit.py config/demo.py $(DEMO_LIMIT))
 	$(BIN)/python train.py config/demo.py $(DEMO_LIMIT)
 	$(BIN)/python sample.py --out_dir=out-demo --start="One morning" --num_samples=2
 	@echo "$$DEMO_ENDS"
