@@ -9,6 +9,7 @@ from nanofit.terminal import parse_size
 from tests.card.harness import CONTEXT_MIB, MIB
 
 pytestmark = pytest.mark.covered
+SHARED_A_STEP = 4
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -61,6 +62,19 @@ def test_two_cards_share_the_steps_under_torchrun(card, train):
     used = run.processes["peak"] > CONTEXT_MIB * MIB
     assert used[:, 0].any() and used[:, 1].any()
     assert not (used[:, 0] & used[:, 1]).any()  # each process keeps to its card
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_two_cards_share_muons_matrices(card, train, tmp_path, dtype):
+    flags = ["--arch=modern", "--optimizer=muon", "--bias=True", f"--dtype={dtype}"]
+    several = {"on": card(devices=2), "processes": 2, "trace": tmp_path / "trace"}
+    run = train(*flags, "--compile=False", scalars="0:0", **several)
+    assert run.code == 0, run
+    assert run.steps() == list(range(8))
+    # What each process has orthogonalised is sent to the other: q, k and v, the projection of
+    # attention and the MLP's two, in one layer.
+    launched = (tmp_path / "trace").read_text().splitlines()
+    assert launched.count("ncclBcast") == 8 * SHARED_A_STEP
 
 
 def test_memory_limit_and_reserve_bound_the_run(card, train):
