@@ -73,13 +73,13 @@ bench-generate: .venv/installed  ## sampling with and without the key-value cach
 bench-memory: .venv/installed  ## what fits a 12 GB card, simulated: nanoGPT's way, ours, each saver
 	$(BIN)/python bench/memory.py
 
-bench-kernels: .venv/installed  ## launches and bytes of a step on a card without a GPU; NANOGPT=.../model.py compares
+bench-kernels: .venv/installed .venv-cuda/installed  ## launches and bytes of a step on a card without a GPU; NANOGPT=.../model.py compares
 	$(BIN)/python bench/kernels.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 bench-roofline: .venv/installed  ## speed on many cards by FLOPs and bytes, against published runs
 	$(BIN)/python bench/roofline.py
 
-bench-cards: .venv-cuda/installed  ## what fits on which card, on torch's CUDA allocator without a GPU
+bench-cards: .venv/installed .venv-cuda/installed  ## what fits on which card, on torch's CUDA allocator without a GPU
 	$(BIN)/python bench/cards.py
 
 bench-startup: .venv/installed  ## how long one waits for --help, for a plan, for the demo's first step

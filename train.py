@@ -6,7 +6,6 @@
 The same command continues an interrupted run. Settings, as assignments in files or as flags:
 """
 
-import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -15,9 +14,6 @@ from nanofit.settings.config import RunConfig, TrainConfig, answer_help, load_co
 
 if __name__ == "__main__":
     answer_help(sys.argv, __doc__)  # before torch is loaded, which takes seconds
-# torch's allocator warns of all memory it does not get, which the run tells in its own words. This
-# is read as torch is imported.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from nanofit.learning.optim import decay_start, lr_at
 from nanofit.machine.dist import Ranks, start_ranks

@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from nanofit.terminal import run_script
+
 SHAPE = dict(n_head=12, block_size=1024, vocab_size=50304, bias=False, dropout=0.0)
 SIZES = dict(layers=12, width=576, sequences=16)  # unless told otherwise
 PASSES = 2
@@ -396,4 +398,4 @@ def _short(name: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

@@ -42,6 +42,7 @@ def _path(kind: str, key: Any) -> Path:
 @cache
 def _code_digest() -> str:
     """Changes with any line of our own code that decides about memory."""
-    rooms = (PROJECT / "nanofit" / room for room in ("settings", "machine", "learning", "memory"))
+    names = ("settings", "machine", "learning", "memory", "fit")
+    rooms = (PROJECT / "nanofit" / name for name in names)
     files = [PROJECT / "model.py", *sorted(file for room in rooms for file in room.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -13,7 +13,7 @@ from nanofit.fit.search import find_largest, sizes_for
 from nanofit.fit.trial import TrialResult, run_trial
 from nanofit.machine.device import Device
 from nanofit.machine.dist import Ranks
-from nanofit.machine.overhead import remember_overhead
+from nanofit.machine.overhead import overhead_of, remember_overhead
 from nanofit.memory.budget import smallest_card, usable_bytes
 from nanofit.memory.course import Curve
 from nanofit.memory.need import need_of
@@ -143,8 +143,7 @@ def find_fit(
     """The micro-batches of a run; all processes get the smallest that any of them found."""
     share = learn.sequences_per_step // ranks.world
     given = Savers(run.recompute, run.activation_memory_budget, run.optimizer_bits)
-    is_bounded = device.type == "cuda" or run.memory_limit is not None
-    if run.eval_only or not (run.autofit and is_bounded):
+    if run.eval_only or not (run.autofit and _is_bounded(device, run)):
         size = StageFit(min(learn.batch_size, share))
         limit_bytes = run.memory_limit and parse_size(run.memory_limit)
         return Fit(size, size if run.compile else None, given, limit_bytes)
@@ -156,6 +155,13 @@ def find_fit(
         eager=replace(fit.eager, size=ranks.least(fit.eager.size)),
         compiled=_least_of_all(fit.compiled, ranks),
     )
+
+
+def _is_bounded(device: Device, run: RunConfig) -> bool:
+    """Whether there is a limit to fit."""
+    if device.type == "cuda":
+        return True
+    return run.memory_limit is not None
 
 
 def _least_of_all(stage: StageFit | None, ranks: Ranks) -> StageFit | None:
@@ -188,6 +194,7 @@ class _Fitter:
             has_flash=device.has_flash,
         )
         self._name = str(device.torch_device)
+        self._look = TrialResult()  # until somebody has looked
 
     def fit(self, given: Savers) -> Fit:
         started = time.monotonic()
@@ -211,6 +218,7 @@ class _Fitter:
         look = self._trial(self._setup, 0, device=self._name, limit_bytes=None)
         if look.reason:
             raise InputError(f"autofit cannot use {self._name}: {look.reason}")
+        self._look = look
         limits = [usable_bytes(look.free_bytes, self._run)] if look.free_bytes else []
         if self._run.memory_limit is not None:
             limits.append(parse_size(self._run.memory_limit))
@@ -219,10 +227,13 @@ class _Fitter:
         if look.context_bytes:
             library_bytes = look.used_bytes + look.library_bytes  # in torch's memory and outside
             remember_overhead(self._device.name, look.context_bytes, library_bytes)
-        # What is free changes all the time: a fit is for a class of it, so it can be remembered.
+        return self._in_classes(min(limits)), look.used_bytes
+
+    def _in_classes(self, limit_bytes: int) -> int:
+        """A fit is for a class of free memory, which changes all the time: so it is remembered."""
         is_given = self._run.memory_limit is not None
         step = 1 if is_given else int(FREE_CLASS * self._device.memory_bytes)
-        return min(limits) // step * step, look.used_bytes
+        return limit_bytes // step * step
 
     def _key(self, given: Savers, limit_bytes: int) -> tuple:
         run = self._run
@@ -342,34 +353,54 @@ class _Fitter:
         return min(size for size, trial in survived.items() if trial.tokens_per_s >= good)
 
     def _what_would_fit(self, savers: Savers, base_bytes: int, limit_bytes: int) -> str:
-        """For who has tried everything: what one sequence needs, and what smaller ones would."""
+        """For who has tried everything: what one sequence needs, and what would fit here."""
         eager, *_ = self._stages(savers)
 
         def needed(shape: GPTConfig) -> int:
             return need_of(replace(eager, shape=shape)).at(1) + base_bytes
 
-        halves = {
-            "block_size": self._shape.block_size // 2,
-            "n_embd": self._shape.n_embd // 2 // self._shape.n_head * self._shape.n_head,
-            "n_layer": self._shape.n_layer // 2,
-        }
-        told = [
-            f"--{name}={half} {needed(replace(self._shape, **{name: half})) / MIB:,.0f}"
-            for name, half in halves.items()
-            if half
-        ]
         least = needed(self._shape)
-        if self._run.memory_limit is not None:
-            larger = f"--memory_limit={-(-least // MIB)}MiB"
-        elif card := smallest_card(least, self._run):
-            larger = f"a card like the {card.name}"
-        else:
-            larger = "more than any known card has"
-        return (
+        told = (
             f"not even one sequence fits: with all savers it needs about {least / MIB:,.0f} MiB, "
-            f"{limit_bytes / MIB:,.0f} are usable. Smaller ones would need: {', '.join(told)} MiB. "
-            f"For this one: {larger}"
+            f"{limit_bytes / MIB:,.0f} are usable. "
         )
+        smaller = [
+            f"--{name}={size} ({needed(shape) / MIB:,.0f} MiB)"
+            for name in ("block_size", "n_embd", "n_layer")
+            for size, shape in _halved(self._shape, name, lambda one: needed(one) <= limit_bytes)
+        ]
+        if smaller:
+            told += f"What would fit: {' or '.join(smaller)}. "
+        return f"{told}For this one: {self._larger(least, limit_bytes)}"
+
+    def _larger(self, needed_bytes: int, limit_bytes: int) -> str:
+        """Where so much would be usable, which here is not."""
+        if self._run.memory_limit is not None:
+            return f"--memory_limit={-(-needed_bytes // MIB)}MiB"
+        context_bytes = overhead_of(self._device.name).context_bytes
+        own_bytes = self._device.memory_bytes - context_bytes - self._look.library_bytes
+        at_best_bytes = self._in_classes(usable_bytes(own_bytes, self._run))
+        if at_best_bytes > limit_bytes and at_best_bytes >= needed_bytes:
+            others_bytes = own_bytes - self._look.free_bytes
+            return f"end what else uses this card, {others_bytes / MIB:,.0f} MiB"
+        if card := smallest_card(max(needed_bytes, self._device.memory_bytes), self._run):
+            return f"a card like the {card.name}"
+        return "more than any known card has"
+
+
+def _halved(
+    shape: GPTConfig, name: str, fits: Callable[[GPTConfig], bool]
+) -> Iterator[tuple[int, GPTConfig]]:
+    """The largest of a half, a quarter and so on of one size that fits; nothing if none does."""
+    size = getattr(shape, name)
+    while size := size // 2:
+        whole = size // shape.n_head * shape.n_head if name == "n_embd" else size
+        smaller = replace(shape, **{name: whole})
+        if any(smaller.problems()):
+            return
+        if fits(smaller):
+            yield whole, smaller
+            return
 
 
 def judged(trial: TrialResult, smaller_speeds: list[float]) -> TrialResult:

@@ -111,7 +111,12 @@ def trial_here(
     """The same in this process, which should have no other use for its device."""
     described = describe_device(device, setup.dtype)
     if not micro_batch_size:
-        return _look_around(setup, described)
+        try:
+            return _look_around(setup, described)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return TrialResult(reason="its memory is full; end what uses it, or wait")
     described.enter_thread()
     memory = described.memory()
     before = TrialResult(free_bytes=memory.free_bytes(), used_bytes=memory.used_bytes())
@@ -174,7 +179,8 @@ def _train(setup: Setup, size: int, device: Device) -> float:
         products=device.product_dtype,
     )
     undo = UpdateUndo(optimizer, device.memory())
-    scaler = device.grad_scaler()
+    # An overflow would leave the update out, and with it what an optimiser allocates in its first.
+    scaler = device.grad_scaler(first_scale=1.0)
     batches = partial(
         random_micro_batches,
         size,

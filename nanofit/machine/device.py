@@ -72,9 +72,9 @@ class Device:
         """Matrix products in `dtype`; with float32 nothing changes."""
         return torch.autocast(self.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def grad_scaler(self) -> torch.amp.GradScaler:
+    def grad_scaler(self, first_scale: float = 2.0**16) -> torch.amp.GradScaler:
         """float16 needs a loss scale; for other types this does nothing."""
-        return torch.amp.GradScaler(self.type, enabled=self.dtype == torch.float16)
+        return torch.amp.GradScaler(self.type, first_scale, enabled=self.dtype == torch.float16)
 
     def enter_thread(self) -> None:
         """Make this device the current one of a thread, which begins on the first card.
@@ -161,6 +161,8 @@ def _set_up_cuda(index: int, dtype: str) -> Device:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which it would override
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
+    # Hopper would prefer cuDNN's attention, of whose memory no forecast knows, to flash.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own page of text about a card it has no code for
         card = torch.cuda.get_device_properties(index)

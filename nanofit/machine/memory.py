@@ -107,7 +107,7 @@ class CudaMemory(DeviceMemory):
     def on_card_bytes(self) -> int | None:
         try:
             return torch.cuda.device_memory_used(self._device)
-        except Exception:  # nvidia-ml-py is not installed, or the driver has no such figure
+        except Exception:  # the driver has no such figure, or nvidia-ml-py is missing
             return None
 
     def free_bytes(self) -> int:

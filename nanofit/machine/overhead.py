@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from nanofit.cache import keep, recall
 
-# Assumptions about hardware: read off one RTX 4070, and what simulations of published runs lacked.
+# Assumptions about hardware: what its owner published of an RTX 4070, and what simulations of
+# published runs lacked.
 CUDA_CONTEXT_BYTES = 420 * 2**20
 LIBRARY_BYTES = 128 * 2**20
 

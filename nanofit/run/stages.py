@@ -80,7 +80,7 @@ class Stages:
         self._device, self._ranks, self._tokens_per_step = device, ranks, tokens_per_step
         self._event, self._undo, self._reached = event, undo, reached
         self._memory = device.memory()
-        self._watch = _Watch(self._memory, is_timed=device.type == "cuda")
+        self._watch = self._new_watch()
         self._times: list[float] = []  # of steps of this stage that were timed exactly
         self._eager_seconds: float | None = None  # of a step
         self._is_on_probation = False  # compiled, and not yet known to be faster
@@ -355,13 +355,19 @@ class Stages:
         if regrow_to is not None and regrow_to > self.size:
             self._regrown_size, self._regrow_at = regrow_to, self._patience.until(step)
         self._times = []
-        self._watch = _Watch(self._memory, is_timed=self._device.type == "cuda")
+        self._watch = self._new_watch()
         self._memory.release()  # else what is kept of a larger stage would be this one's peak
         self._memory.forget_peak()
         passes = -(-self._sizes[-1] // self.size)
         self.rows.append(StageRow(step, self.stage, self.size, passes, reason))
         later = {"next_try_step": self._regrow_at} if self._regrow_at is not None else {}
         self._event(step, "stage", **self._state(), reason=reason, **later)
+
+    def _new_watch(self) -> "_Watch":
+        """Where memory may spill to the host, slow steps are a sign of it."""
+        if self._device.type == "cuda":
+            return _Watch(self._memory, is_timed=True)
+        return _Watch(self._memory, is_timed=False)
 
     def _state(self) -> dict[str, Any]:
         row = self.rows[-1]

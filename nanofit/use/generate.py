@@ -3,6 +3,7 @@
 import codecs
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from model import GPT, KVCache
 from nanofit.data.tokenizer import END_OF_TEXT, gpt2
 from nanofit.machine.device import Device, describe_device
+from nanofit.machine.memory import is_out_of_memory
 from nanofit.terminal import InputError
 
 
@@ -29,6 +31,30 @@ def write_text(
     described = describe_device(device, dtype)
     if described.note:
         print(described.note, file=sys.stderr)
+    with _shortage_in_one_line(described):
+        _write(checkpoint, prompt, described, seeds, max_new_tokens, **how_to_choose)
+
+
+@contextmanager
+def _shortage_in_one_line(device: Device) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"out of memory on {device.name}; end what else uses it, or sample with --device=cpu"
+        ) from error
+
+
+def _write(
+    checkpoint: Path,
+    prompt: str,
+    described: Device,
+    seeds: range,
+    max_new_tokens: int,
+    **how_to_choose: float | None,
+) -> None:
     model = GPT.from_checkpoint(checkpoint).to(described.torch_device)
     tokens = gpt2().encode(prompt, allowed_special="all") or [END_OF_TEXT]
     if max(tokens) >= model.config.vocab_size:

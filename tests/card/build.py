@@ -15,6 +15,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
 GCC = ("gcc", "-O1", "-g", "-fPIC", "-w")
+NVML_NOT_SUPPORTED = 3
 PRELOADED = (
     "libcuda.so.1",
     "libcudart.so.13",
@@ -50,6 +51,7 @@ def preload(folder: Path) -> dict[str, str]:
 
 class _Builder:
     def __init__(self, site: Path, folder: Path):
+        self._site = site
         self._cuda, self._nccl = site / "nvidia/cu13", site / "nvidia/nccl/lib/libnccl.so.2"
         self._folder = folder
         (folder / "nv").mkdir(exist_ok=True)
@@ -63,7 +65,9 @@ class _Builder:
         self._link("libcuda.so.1", *objects, "-ldl", "-lpthread")
         (self._folder / "libcuda.so").unlink(missing_ok=True)
         (self._folder / "libcuda.so").symlink_to("libcuda.so.1")
-        self._link("libnvidia-ml.so.1", self._compile("nvml.c"), *self._with_card())
+        nvml = self._compile("nvml.c")
+        stubs = self._stubs("nvml", self._names_of_nvml(), [nvml], result=NVML_NOT_SUPPORTED)
+        self._link("libnvidia-ml.so.1", nvml, stubs, *self._with_card())
         nccl = self._compile("nccl.c")
         stubs = self._stubs("nccl", _exported(self._nccl), [nccl])
         self._link("libnccl.so.2", nccl, stubs, *self._with_card())
@@ -79,14 +83,19 @@ class _Builder:
         names |= set(re.findall(r"#\s*define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+_v\d)\b", header))
         return names
 
-    def _stubs(self, kind: str, names: set[str], objects: list[Path]) -> Path:
-        """A function for every name that nobody has written: it succeeds, and tells of itself."""
+    def _names_of_nvml(self) -> set[str]:
+        """Those that nvidia-ml-py asks for: no package has its library or its header."""
+        text = (self._site / "pynvml.py").read_text()
+        return set(re.findall(r"_nvmlGetFunctionPointer\(\"(nvml\w+)\"\)", text))
+
+    def _stubs(self, kind: str, names: set[str], objects: list[Path], result: int = 0) -> Path:
+        """A function for every name that nobody has written: it tells of itself."""
         written = set().union(*map(_defined, objects))
-        pattern = re.compile(r"(__)?cu(da|blas)?[A-Z]|nccl[A-Z]")
+        pattern = re.compile(r"(__)?cu(da|blas)?[A-Z]|nccl[A-Z]|nvml[A-Z]")
         lines = [
             '#include "card.h"',
             "#define STUB(name) int name(void) { \\",
-            '  static int told; if (!told++) card_unknown("stub", #name); return 0; }',
+            f'  static int told; if (!told++) card_unknown("stub", #name); return {result}; }}',
             *(f"STUB({name})" for name in sorted(names - written) if pattern.match(name)),
         ]
         source = self._folder / f"{kind}_stubs.c"

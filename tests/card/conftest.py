@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.card.harness import PROJECT, CardWithoutGpu, why_impossible
+from tests.card.harness import LEAVE, PROJECT, CardWithoutGpu, why_impossible
 
 # As small as every line of a run allows: what is slow here is to compile.
 SMALL = (
@@ -15,15 +15,24 @@ SMALL = (
     "--gradient_accumulation_steps=4 --warmup_iters=2 --max_iters=8 --eval_interval=4 "
     "--eval_iters=2 --log_interval=1 --compile_after=2"
 ).split()
+SKIPPED = "no card: "
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = why_impossible()
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     if reason and here:
-        print(f"\nSKIPPED, all {len(here)} tests of CUDA: {reason}", flush=True)
         for item in here:
-            item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.skip(reason=SKIPPED + reason))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say loudly that there was no card; of several processes, the one that a person sees."""
+    reports = terminalreporter.stats.get("skipped", [])
+    here = [report for report in reports if SKIPPED in str(report.longrepr)]
+    if here:
+        told = f"SKIPPED, all {len(here)} tests of CUDA: {why_impossible()}"
+        terminalreporter.write_sep("=", told, red=True, bold=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,7 +64,7 @@ def python(card):
     begin = "import json, torch; say = lambda **values: print(json.dumps(values), flush=True)\n"
 
     def run(code: str, on: CardWithoutGpu | None = None, **options):
-        done = (on or card()).run("-c", begin + code, PYTHONPATH=str(PROJECT), **options)
+        done = (on or card()).run("-c", begin + code + LEAVE, PYTHONPATH=str(PROJECT), **options)
         assert done.code == 0, done
         said = [line for line in done.output.splitlines() if line.startswith("{")]
         return [json.loads(line) for line in said], done

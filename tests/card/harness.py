@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,14 @@ PYTHON = VENV / "bin/python"
 KNOWN_CALLS = frozenset(Path(__file__).with_name("known_calls.txt").read_text().splitlines())
 CONTEXT_MIB = 420  # of a process on an RTX 4070
 MIB = 2**20
+# The last words of a script in a few lines. torch may abort where the interpreter is taken apart
+# right after a backward pass; coverage is saved before.
+LEAVE = """
+import atexit, os, sys
+atexit._run_exitfuncs()
+sys.stdout.flush()
+os._exit(0)
+"""
 
 _COVERAGE = {  # which makes Python, and so the compiler, much slower
     "COVERAGE_PROCESS_START": PROJECT / "tests/card/coverage.ini",
@@ -55,6 +64,13 @@ class Run:
     processes: np.ndarray  # those that used the card: pid, launches, used and peak bytes by device
     calls: frozenset[str]  # of CUDA that the card only pretends to know
     out_dir: Path
+    pid: int
+
+    @property
+    def launches(self) -> int:
+        """Of the script itself, without its trials'."""
+        [row] = self.processes[self.processes["pid"] == self.pid]
+        return int(row["launches"])
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         """The lines of a kind in the run's metrics."""
@@ -92,11 +108,7 @@ class CardWithoutGpu:
     def run(self, *command: str | Path, timeout_s: float = 600, **options: Any) -> Run:
         """Run a script of the project to its end."""
         with self.start(*command, **options) as started:
-            try:
-                output, errors = started.process.communicate(timeout=timeout_s)
-            except subprocess.TimeoutExpired as error:
-                raise AssertionError(f"{command} took longer than {timeout_s} s") from error
-            return started.result(output, errors)
+            return started.result(timeout_s)
 
     @contextmanager
     def start(
@@ -131,16 +143,22 @@ class CardWithoutGpu:
             **(_COVERAGE if self.is_covered else {}),
             **environment,
         }
-        process = start_process(
-            [
-                PYTHON,
-                *(launcher if processes > 1 else []),
-                *([str(PROJECT / script)] if str(script).endswith(".py") else [str(script)]),
-                *map(str, words),
-            ],
-            cwd=self.folder,
-            env=self._environment(settings),
-        )
+        with (
+            (self.folder / "stdout").open("w") as output,
+            (self.folder / "stderr").open("w") as errors,
+        ):
+            process = start_process(
+                [
+                    PYTHON,
+                    *(launcher if processes > 1 else []),
+                    *([str(PROJECT / script)] if str(script).endswith(".py") else [str(script)]),
+                    *map(str, words),
+                ],
+                cwd=self.folder,
+                env=self._environment(settings),
+                stdout=output,
+                stderr=errors,
+            )
         try:
             yield Started(process, self.folder)
         finally:
@@ -169,33 +187,43 @@ class CardWithoutGpu:
 
 @dataclass(frozen=True)
 class Started:
-    """A script that runs."""
+    """A script that runs, and writes what it says into files: it never waits for a reader."""
 
     process: subprocess.Popen
     folder: Path
 
-    def wait_for(self, word: str) -> list[str]:
-        """Read the output up to a line with a word in it."""
-        lines = []
-        for line in self.process.stdout:
-            lines.append(line)
-            if word in line:
-                return lines
-        raise AssertionError(f"no {word!r} in\n{''.join(lines)}{self.process.stderr.read()}")
+    def wait_for(self, word: str, timeout_s: float = 600) -> None:
+        """Go on when it has said a word."""
+        deadline = time.monotonic() + timeout_s
+        while word not in self._said("stdout"):
+            has_ended = self.process.poll() is not None
+            if (has_ended and word not in self._said("stdout")) or time.monotonic() > deadline:
+                told = f"{self._said('stdout')}\n{self._said('stderr')}"
+                raise AssertionError(f"no {word!r} within {timeout_s} s in\n{told}")
+            time.sleep(0.01)
 
-    def result(self, output: str, errors: str) -> Run:
-        """What came of it, once it has ended; UnknownCall if it made one."""
+    def result(self, timeout_s: float = 600) -> Run:
+        """What came of it, when it has ended; UnknownCall if it made one."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            told = f"{self._said('stdout')}\n{self._said('stderr')}"
+            raise AssertionError(f"it took longer than {timeout_s} s:\n{told}") from error
         calls = frozenset((self.folder / "calls").read_text().splitlines())
         if calls - KNOWN_CALLS:
             raise UnknownCall(", ".join(sorted(calls - KNOWN_CALLS)))
         return Run(
             code=self.process.returncode,
-            output=output,
-            errors=errors,
+            output=self._said("stdout"),
+            errors=self._said("stderr"),
             processes=_read_state(self.folder / "state"),
             calls=calls,
             out_dir=self.folder / "out",
+            pid=self.process.pid,
         )
+
+    def _said(self, stream: str) -> str:
+        return (self.folder / stream).read_text(encoding="utf-8", errors="replace")
 
 
 def set_others(folder: Path, mib: int, device: int = 0) -> None:

@@ -1,8 +1,13 @@
 """The card itself: what it counts, what it refuses, what it tells."""
 
+import os
+import sys
+
 import pytest
 
-from tests.card.harness import CONTEXT_MIB, MIB, UnknownCall, set_others
+from tests import processes
+from tests.card.covered import asking
+from tests.card.harness import CONTEXT_MIB, MIB, PROJECT, UnknownCall, set_others
 
 
 def test_driver_counts_what_torch_reserves_and_the_context(python):
@@ -141,11 +146,29 @@ say(name=p.name, capability=[p.major, p.minor], sms=p.multi_processor_count,
     }
 
 
-@pytest.mark.parametrize("call", ["cudaGraphUpload", "cuMemHostUnregister", "ncclReduce"])
+@pytest.mark.parametrize(
+    "call", ["cudaGraphUpload", "cuMemHostUnregister", "ncclReduce", "nvmlDeviceGetName"]
+)
 def test_unknown_call_is_told_and_fails_the_run(card, call):
     code = f"import torch, ctypes; torch.cuda.init(); ctypes.CDLL(None).{call}()"
     with pytest.raises(UnknownCall, match=f"stub {call}"):
         card().run("-c", code)
+
+
+def test_lines_that_ask_for_cuda_are_found_whatever_they_look_like():
+    source = """
+if device.type == "cuda" and x:
+    pass
+elif left.is_cuda or y:
+    pass
+is_timed = device.type == "cuda"
+backend = "nccl" if torch.cuda.is_available() else "gloo"
+name = "cuda"
+if name:
+    pass
+watch(is_bounded=device.type == "cuda" or z)
+"""
+    assert asking(source) == ([2, 4], [6, 7, 11])
 
 
 def test_missing_entry_point_is_told(card):
@@ -174,5 +197,13 @@ print(before - free())
     with on.start("-c", code) as started:
         started.wait_for("ready")
         set_others(on.folder, 5000)
-        output, _ = started.process.communicate(timeout=60)
-    assert int(output) == 5000 * MIB
+        run = started.result(timeout_s=60)
+    assert int(run.output.splitlines()[-1]) == 5000 * MIB
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_machine_without_a_compiler_says_loudly_that_nothing_was_tested(workers):
+    command = [sys.executable, "-m", "pytest", "tests/card/test_cards.py", f"-n{workers}"]
+    run = processes.run(command, env={**os.environ, "PATH": ""}, cwd=PROJECT)
+    assert run.returncode == 0, run.stdout
+    assert "tests of CUDA: a card without a GPU needs gcc" in run.stdout

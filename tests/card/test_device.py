@@ -31,6 +31,21 @@ say(dtype=describe_device("cuda:0", "float16").precision, driver=device.driver)
     assert len(run.processes) == 0  # so that a process has no context before it computes
 
 
+def test_attention_is_the_one_whose_memory_is_forecast(card, python):
+    code = (
+        DESCRIBE
+        + """
+describe_device("cuda").enter_thread()
+q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda")
+torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+say()
+"""
+    )
+    on = card("H100 PCIe")
+    python(code, on=on, trace=on.folder / "trace", CARD_SCRIPT="-c")
+    assert "flash_fwd" in (on.folder / "trace").read_text()
+
+
 def test_thread_enters_the_card_of_its_rank(card, python):
     code = DESCRIBE + 'describe_device("auto", local_rank=1).enter_thread(); say()'
     _, run = python(code, on=card(devices=2))
@@ -148,8 +163,8 @@ def test_memory_moved_to_the_host_is_told(card):
     with on.start("-c", f"import torch\n{code}", PYTHONPATH=str(PROJECT)) as started:
         started.wait_for("ready")
         set_others(on.folder, -(CONTEXT_MIB + 80))
-        output, _ = started.process.communicate(timeout=60)
-    assert int(output) == 80 * MIB
+        run = started.result(timeout_s=60)
+    assert int(run.output.splitlines()[-1]) == 80 * MIB
 
 
 def test_nothing_is_told_of_the_host_without_nvml(python):

@@ -1,13 +1,25 @@
 """autofit.py, plan.py and sample.py on a card."""
 
 import json
+from dataclasses import asdict
 
 import pytest
+import torch
 
+from model import GPT
+from nanofit.settings.shape import GPTConfig
 from tests.card.conftest import SMALL
 from tests.card.harness import CONTEXT_MIB, MIB
 
 pytestmark = pytest.mark.covered
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    shape = GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=128)
+    saved = {"model": GPT(shape).state_dict(), "model_args": asdict(shape)}
+    torch.save(saved, tmp_path / "ckpt.pt")
+    return tmp_path / "ckpt.pt"
 
 
 @pytest.fixture
@@ -57,11 +69,24 @@ def test_plan_measures_the_card(card, flags, compiled):
     assert ("for torch.compile" in source) == compiled
 
 
-def test_plan_on_a_full_card_is_one_line(card, flags):
-    on = card(memory=CONTEXT_MIB + 20)
-    run = on.run("plan.py", *flags)
-    assert run.code == 2
-    assert "not even one sequence fits on NVIDIA GeForce RTX 4070" in run.errors
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("plan.py", "not even one sequence fits on NVIDIA GeForce RTX 4070"),
+        ("autofit.py", "autofit cannot use cuda:0: its memory is full; end what uses it, or wait"),
+        ("sample.py", "out of memory on NVIDIA GeForce RTX 4070; end what else uses it"),
+    ],
+)
+def test_full_card_is_one_line(card, flags, checkpoint, script, said):
+    run = card(memory=CONTEXT_MIB + 1).run(
+        script, *([f"--checkpoint={checkpoint}"] if script == "sample.py" else flags)
+    )
+    assert run.code == 2, run
+    *before, line = run.errors.splitlines()
+    assert said in line
+    assert before == ["trying some real steps on NVIDIA GeForce RTX 4070 ..."] * (
+        script == "plan.py"
+    )
 
 
 def test_text_is_sampled_on_the_card(card, train):

@@ -5,14 +5,17 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from nanofit.fit.fit import Savers, _Fitter, find_fit, judged, ladder
 from nanofit.fit.search import sizes_for
 from nanofit.fit.trial import TrialResult, run_trial
 from nanofit.machine.cards import CARDS
-from nanofit.machine.device import describe_device
+from nanofit.machine.device import Device, describe_device
 from nanofit.machine.dist import Ranks
+from nanofit.machine.overhead import CUDA_CONTEXT_BYTES
 from nanofit.memory.budget import budget_of, smallest_card, usable_bytes
+from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
 from nanofit.settings.config import RunConfig, TrainConfig
 from nanofit.settings.shape import GPTConfig
@@ -89,10 +92,56 @@ def test_broken_compiler_costs_the_compiled_size_and_not_the_run(monkeypatch, tm
 @pytest.mark.slow
 def test_nothing_fits_and_what_the_error_advises_does():
     all_savers = dict(recompute="block", activation_memory_budget=0.5, on_spike="skip")
-    with pytest.raises(InputError, match=r"--block_size=64 \d+, --n_embd=32 \d+") as caught:
+    with pytest.raises(InputError, match="not even one sequence fits") as caught:
         find(memory_limit="100MB", **all_savers)
     advised = re.search(r"--memory_limit=(\w+)", str(caught.value))[1]
     assert find(memory_limit=advised, **all_savers).eager.size >= 1
+
+
+class Laptop(Device):
+    """A card of 4 GB that nobody has to ask."""
+
+    has_flash, driver = True, ""
+
+
+MIB = 2**20
+LAPTOP = Laptop(torch.device("cuda", 0), "GeForce RTX 3050 Laptop GPU", torch.float16, 2**32, None)
+MEDIUM = GPTConfig(n_layer=24, n_head=16, n_embd=1024)
+
+
+@pytest.mark.parametrize(
+    ("shape", "others_mib", "larger"),
+    [
+        (MEDIUM, 0, "a card like the GeForce RTX 4060"),
+        (MEDIUM, 2118, "a card like the GeForce RTX 4060"),
+        (GPTConfig(), 2118, "end what else uses this card, 2,118 MiB"),
+        (replace(MEDIUM, arch="modern"), 2118, "a card like the GeForce"),
+    ],
+)
+def test_what_is_offered_fits_and_twice_as_much_would_not(shape, others_mib, larger):
+    free = 2**32 - CUDA_CONTEXT_BYTES - others_mib * MIB
+
+    def trial(setup, size, **_):
+        if not size:
+            return TrialResult(free_bytes=free, used_bytes=8 * MIB)
+        return TrialResult(is_too_large=True)
+
+    run = replace(RUN, device="cuda", on_spike="skip")  # with which there are no 8-bit moments
+    with pytest.raises(InputError, match=larger) as caught:
+        find_fit(shape, LEARN, run, LAPTOP, Ranks(), trial=trial)
+    error = str(caught.value)
+    limit = usable_bytes(free, run)
+
+    def needed(name, size):
+        smaller = replace(shape, **{name: int(size)})
+        return need_of(Setup(smaller, dtype="float16", recompute="block")).at(1) + 8 * MIB
+
+    offered = re.findall(r"--(\w+)=(\d+) \(([\d,]+) MiB\)", error)
+    assert "n_embd" in [name for name, *_ in offered]
+    for name, size, told in offered:
+        assert needed(name, size) <= limit
+        assert needed(name, size) == pytest.approx(int(told.replace(",", "")) * MIB, abs=MIB)
+        assert needed(name, 2 * int(size)) > limit - 0.01 * 2**32  # limits come in classes
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
 """Trials in a child process, with real out-of-memory under a limit of Linux."""
 
 import sys
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from nanofit.fit.trial import TrialResult, run_trial
+from nanofit.fit.trial import TrialResult, run_trial, trial_here
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
 from nanofit.settings.shape import GPTConfig
@@ -40,6 +41,20 @@ def test_trial_touches_neither_the_random_numbers_nor_the_settings_of_the_run():
     torch.manual_seed(3)
     run_trial(SETUP, 0, device="cpu", limit_bytes=None)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_float16_trial_updates_whatever_would_overflow_at_the_scale_a_run_begins_with(monkeypatch):
+    shape = replace(SHAPE, n_embd=16, block_size=16, vocab_size=64)
+    scales = []
+    step = torch.amp.GradScaler.step
+
+    def noted(scaler, *args, **kwargs):
+        scales.append(scaler.get_scale())
+        return step(scaler, *args, **kwargs)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "step", noted)
+    trial_here(Setup(shape, dtype="float16"), 1, device="cpu", limit_bytes=None)
+    assert scales == [1.0, 1.0]
 
 
 def test_hanging_trial_is_an_answer():
