@@ -48,7 +48,7 @@ def modules_of(room: str) -> set[str]:
 
 def test_every_file_and_room_the_page_names_is_there():
     named = set(re.findall(r"(?:\w+/)+\w*(?:\.\w+)?|\w+\.(?:py|toml|md)", PAGE))
-    assert {"learning/step", "data/", "prepare_fineweb.py", "memory/ledger.py"} <= named
+    assert {"learning/step", "data/", "prepare_fineweb.py"} <= named
     places = [PROJECT, PROJECT / "nanofit"]
     lost = [
         name
