@@ -22,6 +22,9 @@ from pathlib import Path
 from rich.console import Console
 
 from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
+from nanofit.memory.explain import explain
+from nanofit.memory.picture import figure_class, save_png
+from nanofit.memory.tables import show
 from nanofit.settings.config import RunConfig, TrainConfig, load_config
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import FlagParser, InputError, parse_size, run_script
@@ -66,10 +69,6 @@ def _fit(asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: R
 def _explain(
     asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: RunConfig
 ) -> None:
-    from nanofit.memory.explain import explain
-    from nanofit.memory.picture import figure_class, save_png
-    from nanofit.memory.tables import show
-
     budget = budget_of(asked.gpu, asked.vram, run)
     if asked.png:
         figure_class()  # not to find out a minute later that it is missing

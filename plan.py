@@ -268,15 +268,7 @@ def _instead_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{compact(asked.tokens / plan.optimal_tokens)} × that",
     )
     if fitting := plan.model_for_the_time:
-        tokens = optimal_tokens_of(fitting)
-        lack = ""
-        if unique and tokens > LIKE_NEW_EPOCHS * unique:
-            lack = f", which are {tokens / unique:.2g} epochs of these data: get more first"
-        yield (
-            "model",
-            f"compute-optimal for {duration(asked.seconds)}: {fitting.n_layer} layers, "
-            f"{fitting.n_head} heads, {fitting.n_embd} wide on {compact(tokens)} tokens{lack}",
-        )
+        yield "model", f"compute-optimal for {duration(asked.seconds)}: {_told(fitting, unique)}"
     if plan.weight_decay is not None:
         parameters = compact(plan.shape.parameters)
         yield (
@@ -291,6 +283,17 @@ def _instead_rows(plan: Plan) -> Iterator[tuple[str, str]]:
             f"for this batch, width and length: {', '.join(told)}. Published by modded-nanogpt for "
             "524,288 tokens a step and 768 wide, scaled by nanochat's rules",
         )
+
+
+def _told(model: GPTConfig, unique: int | None) -> str:
+    """A model, the tokens it should learn from, and whether there are as many."""
+    tokens, lack = optimal_tokens_of(model), ""
+    if unique and tokens > LIKE_NEW_EPOCHS * unique:
+        lack = f", which are {tokens / unique:.2g} epochs of these data: get more first"
+    return (
+        f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide on "
+        f"{compact(tokens)} tokens{lack}"
+    )
 
 
 def _speed_rows(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -47,6 +47,7 @@ from nanofit.data.parquet import (
     read_chunks,
 )
 from nanofit.data.tokenizer import fast_encoder, reference_encoder
+from nanofit.settings.config import load_config
 from nanofit.terminal import InputError, Progress, compact, duration, run_script
 
 ROOT = Path(__file__).resolve().parent
@@ -118,8 +119,6 @@ def check(arguments: argparse.Namespace) -> None:
 
 def read_plan(config: str) -> tuple[int, int]:
     """The steps a training config makes and the tokens in each."""
-    from nanofit.settings.config import load_config
-
     shape, learn, _ = load_config([config])
     sequences = learn.batch_size * learn.gradient_accumulation_steps
     return learn.max_iters, sequences * shape.block_size

@@ -298,36 +298,11 @@ def lightning(mode: str) -> Callable[[int], dict]:
     """Tuner.scale_batch_size, which is BatchSizeFinder, with its defaults."""
 
     def way(room_bytes: int) -> dict:
-        from lightning.pytorch import LightningModule, Trainer
+        from lightning.pytorch import Trainer
         from lightning.pytorch.tuner import Tuner
-        from torch.utils.data import DataLoader
 
         search = Search()
-        tokens = torch.randint(SHAPE.vocab_size, (4 * SEQUENCES, SHAPE.block_size + 1))
-
-        class Module(LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.batch_size = 1
-                self.model = GPT(SHAPE, loss="full")
-
-            def train_dataloader(self) -> DataLoader:
-                return DataLoader(tokens, batch_size=self.batch_size)
-
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                return build_optimizer(self.model, TrainConfig())
-
-            def on_train_start(self) -> None:
-                search.trials.append((self.batch_size, False))
-
-            def on_train_batch_start(self, batch: Tensor, index: int) -> None:
-                search.steps += index % 2 == 0
-
-            def training_step(self, batch: Tensor, index: int) -> Tensor:
-                return self.model(batch[:, :-1], batch[:, 1:])
-
-            def on_train_end(self) -> None:
-                search.trials[-1] = (search.trials[-1][0], True)
+        module = lightning_module(search)
 
         def tune() -> int:
             with tempfile.TemporaryDirectory() as folder:
@@ -341,11 +316,45 @@ def lightning(mode: str) -> Callable[[int], dict]:
                     enable_progress_bar=False,
                     enable_model_summary=False,
                 )
-                return Tuner(trainer).scale_batch_size(Module(), mode=mode)
+                return Tuner(trainer).scale_batch_size(module(), mode=mode)
 
         return timed(search, tune, room_bytes)
 
     return way
+
+
+def lightning_module(search: Search) -> type:
+    """The model as Lightning wants it, which notes in `search` what is done to it."""
+    from lightning.pytorch import LightningModule
+    from torch.utils.data import DataLoader
+
+    tokens = torch.randint(SHAPE.vocab_size, (4 * SEQUENCES, SHAPE.block_size + 1))
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.batch_size = 1
+            self.model = GPT(SHAPE, loss="full")
+
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(tokens, batch_size=self.batch_size)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return build_optimizer(self.model, TrainConfig())
+
+        def on_train_start(self) -> None:
+            search.trials.append((self.batch_size, False))
+
+        def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+            search.steps += index % 2 == 0
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return self.model(batch[:, :-1], batch[:, 1:])
+
+        def on_train_end(self) -> None:
+            search.trials[-1] = (search.trials[-1][0], True)
+
+    return Module
 
 
 def timed(search: Search, choose: Callable[[], int], room_bytes: int) -> dict:

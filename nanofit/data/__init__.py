@@ -1,6 +1,8 @@
 """Parquet -> bins -> the micro-batches of step s.
 
-To train, others use `loader` (TrainSequences, ValSequences, MicroBatch), `tokens` (open_bins) and
-`tokenizer`. The rest is prepare_fineweb.py's: `parquet` reads shards, `documents` makes tokens of
-them, `bins` writes these, `dataset` does it for a folder, `engine` on many machines.
+Others use `loader` (TrainSequences, ValSequences, MicroBatch, random_micro_batches, mix), `tokens`
+(open_bins), `tokenizer` and `parquet` (find_shards, open_shards, mean_token_count), which reads
+shards. prepare_fineweb.py alone uses `documents`, which makes tokens of their texts, `bins`, which
+writes these, `dataset`, which describes a folder of them, and `engine`, which spreads the work over
+many machines.
 """

@@ -1,4 +1,5 @@
 """What fits on this machine: forecast, then proven by trials in a child process.
 
-Others use `fit` (find_fit, Fit, StagePlan), `search` (sizes_for) and `trial` (share_compile_cache).
+Others use `fit` (find_fit, Fit, StagePlan, MOST_RETRIES), `search` (sizes_for), which is free of
+torch, `trial` (share_compile_cache) and `speed` (measure_speed), for plan.py.
 """

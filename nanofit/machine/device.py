@@ -1,5 +1,6 @@
 """What this machine is: its device, precision, memory and peak speed. All CUDA lines live here."""
 
+import ctypes
 import os
 import re
 import warnings
@@ -144,8 +145,6 @@ def _dtype(name: str, default: torch.dtype) -> torch.dtype:
 
 def _cuda_driver_version() -> int:
     """As in 13000 for CUDA 13.0; torch knows it, but does not tell."""
-    import ctypes
-
     library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     version = ctypes.c_int()
     library.cuDriverGetVersion(ctypes.byref(version))

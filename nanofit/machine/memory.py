@@ -1,5 +1,6 @@
 """What a device tells of its memory, how it is bounded, and how errors say that it ran out."""
 
+import ctypes
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -145,8 +146,6 @@ class CpuMemory(DeviceMemory):
 
     def return_freed(self) -> None:
         # Left alone, glibc keeps most of what is freed, in fragments.
-        import ctypes
-
         with suppress(AttributeError, OSError):  # not every C library has it
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
 

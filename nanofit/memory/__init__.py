@@ -1,7 +1,8 @@
-"""What a step needs, whatever the card: simulated, by arithmetic, explained.
+"""What a step needs, whatever the card: by arithmetic, simulated, explained.
 
-Others use `setup` (Setup), `need` (need_of, course_of), `course` (what these answer), `budget`
-(what a run may use of a card), `savers`, `explain`, `tables` and `picture`. `ledger` writes a step
-down by arithmetic, free of torch; `simulate` runs its code on tensors without content.
-`trace`, `graphs` and `allocator` are the simulator's.
+Others use `setup` (Setup), `need` (need_of), which answers by the ledger's arithmetic or else by
+simulation, `course` (Curve), what an answer is made of, `budget` (budget_of, usable_bytes: what a
+run may use of a card), `savers`, `explain`, `picture`, `tables`, and `simulate`, which with what it
+uses alone loads torch. Its own: `ledger`, the arithmetic, and the simulator's `trace`, `graphs` and
+`allocator`.
 """

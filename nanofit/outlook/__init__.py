@@ -1,5 +1,6 @@
 """Cost and loss, before and during a run: arithmetic, free of torch.
 
 Others use `scaling` (expected losses, useful epochs), `roofline` (the time of a step by its FLOPs
-and bytes) and `forecast` (a run in numbers).
+and bytes), `forecast` (Forecast: a run in numbers) and `plan` (Plan: those of a run, its data and
+its machine, and what would be better), for plan.py.
 """

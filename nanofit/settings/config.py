@@ -219,8 +219,7 @@ def load_config(argv: Sequence[str]) -> tuple[GPTConfig, TrainConfig, RunConfig]
     if values["optimizer"] == "muon":
         given |= {flag.removeprefix("--") for flag in flags}
         values |= {name: value for name, value in WITH_MUON.items() if name not in given}
-    if {"--hours", "--max_iters"} <= flags and values["hours"] is not None:
-        problems.append("--hours and --max_iters each set the run's length; give one of them")
+    problems += _second_lengths(values, flags)
     sections = tuple(section(**_only(values, section)) for section in SECTIONS)
     problems += [problem for section in sections for problem in section.problems()]
     problems += _problems_between(*sections)
@@ -252,6 +251,22 @@ def answer_help(argv: Sequence[str], purpose: str) -> None:
 def flatten(*sections: Any) -> dict[str, Any]:
     """All settings of some sections as one dictionary of plain values, for a checkpoint."""
     return {field.name: getattr(part, field.name) for part in sections for field in fields(part)}
+
+
+def _second_lengths(values: Mapping[str, Any], flags: set[str]) -> Iterator[str]:
+    """Flags that give a run in `hours` a length in steps; what files say of steps gives way."""
+    if values["hours"] is None:
+        return
+    for name in ("max_iters", "lr_decay_iters"):
+        if f"--{name}" not in flags or values[name] is None:
+            continue
+        if "--hours" in flags:
+            yield f"--hours and --{name} each set the run's length; give one of them"
+        else:
+            yield (
+                f"--{name} and a file's hours = {values['hours']:g} each set the run's length; "
+                "add --hours=None"
+            )
 
 
 def _problems_between(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Iterator[str]:

@@ -542,11 +542,24 @@ def test_impossible_values_are_refused_with_the_bound(flag, reason):
 
 
 def test_two_lengths_are_refused_but_a_file_may_have_the_other(tmp_path):
-    told = message(settings, "--hours=2", "--max_iters=9")
-    assert told == "--hours and --max_iters each set the run's length; give one of them"
+    for name in ("max_iters", "lr_decay_iters"):
+        told = message(settings, "--hours=2", f"--{name}=9")
+        assert told == f"--hours and --{name} each set the run's length; give one of them"
+    assert settings("--hours=2", "--lr_decay_iters=None")
     config = tmp_path / "long.py"
-    config.write_text("max_iters = 9\n")
+    config.write_text("max_iters = 9\nlr_decay_iters = 9\n")
     assert settings(str(config), "--hours=2")
+
+
+@pytest.mark.parametrize("name", ["max_iters", "lr_decay_iters"])
+def test_steps_asked_for_beside_the_hours_of_a_file_are_refused_with_the_way_out(tmp_path, name):
+    config = tmp_path / "evening.py"
+    config.write_text("hours = 5\n")
+    words = [str(config), f"--{name}=9"]
+    told = message(settings, *words)
+    assert told == f"--{name} and a file's hours = 5 each set the run's length; add --hours=None"
+    values = settings(*words, "--hours=None")
+    assert (values["hours"], values[name]) == (None, 9)
 
 
 def test_heads_that_do_not_divide_the_width_are_refused_with_a_width_that_would_do():
