@@ -587,34 +587,71 @@ def test_process_that_runs_out_of_memory_takes_the_others_along(large_run, tiny_
 
 
 INTERRUPT_SECOND_PROCESS = """
-import os, torch, train
+import os, resource, torch, train
+from nanofit.learning import muon
 from nanofit.terminal import run_script
-update, calls = torch._fused_adamw_, []
-def fail_once(*arguments, **options):
-    calls.append(None)
-    if os.environ["RANK"] == "1" and len(calls) == 6:  # of the third step's two groups one is done
-        raise torch.OutOfMemoryError("no room")
-    return update(*arguments, **options)
-torch._fused_adamw_ = fail_once
+def failing(update, fail):
+    calls = []
+    def update_or_fail(*arguments, **options):
+        calls.append(None)
+        fails = os.environ["RANK"] == "1" and len(calls) == int(os.environ["AT_CALL"])
+        return (fail if fails else update)(*arguments, **options)
+    return update_or_fail
+def refused(*_, **__):
+    raise torch.OutOfMemoryError("no room")
+def without_room(matrices, steps):
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1, limits[1]))
+    hoard, size_bytes = [], 2**26  # what malloc has at hand is used up as well
+    try:
+        while size_bytes >= 2**16:
+            try:
+                hoard.append(torch.empty(size_bytes, dtype=torch.uint8))
+            except RuntimeError:
+                size_bytes //= 2
+        return orthogonalized(matrices, steps)
+    finally:
+        hoard.clear()
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+orthogonalized = muon.orthogonalized
+if os.environ["HALF"] == "muon":
+    muon.orthogonalized = failing(orthogonalized, without_room)
+else:  # which steps in place, so that on a CPU it never lacks room
+    torch._fused_adamw_ = failing(torch._fused_adamw_, refused)
 run_script(train.main)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_update_interrupted_in_one_process_is_undone_in_all(large_run, tiny_dataset, tmp_path):
-    disturbed, script = tmp_path / "disturbed", tmp_path / "script.py"
+@pytest.mark.parametrize(
+    ("optimizer", "half", "at_call"),
+    [
+        ("adamw", "adamw", 6),  # of the third step's two groups one is done
+        ("muon", "adamw", 5),  # of two groups as well, before Muon's half
+        ("muon", "muon", 5),  # of the third step's two batches none is done by either
+    ],
+)
+def test_update_interrupted_in_one_process_is_undone_in_all(
+    large_run, tiny_dataset, tmp_path, optimizer, half, at_call
+):
+    expected, disturbed, script = large_run, tmp_path / "disturbed", tmp_path / "script.py"
+    flags = [*LARGE_STEP, f"--optimizer={optimizer}"]
+    if optimizer != "adamw":
+        expected = tmp_path / "whole"
+        assert run_tiny(tiny_dataset, *flags, out_dir=expected).returncode == 0
     script.write_text(INTERRUPT_SECOND_PROCESS)
     places = [f"--dataset={tiny_dataset}", f"--out_dir={disturbed}"]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+    failing = {"HALF": half, "AT_CALL": str(at_call)}
     done = processes.run(
-        [sys.executable, *launcher, script, *TINY_MODEL, *places, *LARGE_STEP],
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        [sys.executable, *launcher, script, *TINY_MODEL, *places, *flags],
+        env={**os.environ, "PYTHONPATH": str(PROJECT), **failing},
     )
     assert done.returncode == 0, done.stderr
     assert re.search("out of memory.*: now eager", done.stdout)
     assert "went back" not in done.stdout
-    assert curve(disturbed) == pytest.approx(curve(large_run), abs=2e-6)
+    assert curve(disturbed) == pytest.approx(curve(expected), abs=2e-6)
 
 
 def children_of(pid: int) -> list[int]:
