@@ -8,11 +8,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import plan
 from model import GPT
+from nanofit.data.loader import random_micro_batches
 from nanofit.fit import speed
 from nanofit.fit.search import sizes_for
+from nanofit.learning.muon import Halves
+from nanofit.learning.optim import build_optimizer
+from nanofit.learning.step import train_step
+from nanofit.machine.dist import Ranks
 from nanofit.machine.overhead import LIBRARY_BYTES
 from nanofit.memory.budget import budget_of
 from nanofit.memory.need import need_of
@@ -166,6 +173,50 @@ def test_speed_here_is_measured_by_real_steps(planned, tiny_dataset, monkeypatch
     assert told["speed"]["source"].startswith("measured here: CPU")
     assert told["speed"]["tokens_per_s"] > 0
     assert told["asked"]["kwh"] is None
+
+
+@pytest.mark.parametrize("trial_s", [0.5, 8.0, 200.0])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_measured_speed_counts_one_update_a_step_as_a_whole_step_does(
+    monkeypatch, trial_s, optimizer
+):
+    """By a clock on which a sequence takes 0.25 s and an update 3 s: trial against one real step.
+
+    Trials of less than a step, of some passes, and of more than a step.
+    """
+    now = [0.0]
+
+    def pass_time(module, inputs):
+        if isinstance(module, GPT):
+            now[0] += 0.25 * len(inputs[0])
+
+    def update_time(stepped, *_):
+        if optimizer == "adamw" or isinstance(stepped, Halves):
+            now[0] += 3.0
+
+    forwards = register_module_forward_pre_hook(pass_time)
+    updates = register_optimizer_step_post_hook(update_time)
+    monkeypatch.setattr(speed.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(speed, "TRIAL_S", trial_s)
+    batch = ["--batch_size=4", "--gradient_accumulation_steps=30", f"--optimizer={optimizer}"]
+    shape, learn, run = load_config([*TINY_MODEL, *batch])
+    try:
+        measured = speed.measure_speed(shape, learn, run)
+        started, device, model = now[0], measured.device, GPT(shape)
+        whole = random_micro_batches(
+            learn.batch_size,
+            block_size=shape.block_size,
+            vocab_size=shape.vocab_size,
+            device=device,
+            passes=learn.gradient_accumulation_steps,
+        )
+        rest = dict(device=device, ranks=Ranks(), lr=0.0, grad_clip=1.0, seed=0)
+        train_step(model, build_optimizer(model, learn), device.grad_scaler(), whole, **rest)
+    finally:
+        forwards.remove()
+        updates.remove()
+    assert now[0] - started == 120 * 0.25 + 3.0
+    assert measured.tokens_per_s == pytest.approx(120 * shape.block_size / (now[0] - started))
 
 
 def test_sections_are_the_promised_ones_and_fit_a_log_file(printed):
