@@ -18,8 +18,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
+from model import GPT
 from nanofit.data.loader import TrainSequences
 from nanofit.data.tokens import open_bins
+from nanofit.learning.optim import build_optimizer
 from nanofit.machine.device import describe_device
 from nanofit.machine.dist import Ranks
 from nanofit.run.stop import watch_for_stop
@@ -283,6 +285,24 @@ def test_another_run_is_not_continued_by_mistake(finished_run, tiny_run, flag, m
     assert_refused(tiny_run(flag, "--max_iters=20", out_dir=finished_run), message)
 
 
+def test_checkpoint_older_than_a_setting_was_made_with_its_default(
+    finished_run, tiny_run, tmp_path
+):
+    old = tmp_path / "old"
+    old.mkdir()
+    content = torch.load(finished_run / "ckpt-00000002.pt", weights_only=True)
+    for name in ("arch", "optimizer", "muon_steps", "embedding_rate", "head_rate", "vector_rate"):
+        del content["config"][name]
+    torch.save(content, old / "ckpt-00000002.pt")
+    refused = tiny_run("--optimizer=muon", "--max_iters=3", out_dir=old)
+    assert_refused(refused, "optimizer = adamw (now muon)")
+    refused = tiny_run("--arch=modern", "--max_iters=3", out_dir=old)
+    assert_refused(refused, "arch = gpt2 (now modern)")
+    continued = tiny_run("--max_iters=3", out_dir=old)
+    assert continued.returncode == 0, continued.stderr
+    assert re.search("step 2 +resumed", continued.stdout)
+
+
 @pytest.mark.parametrize(("begun", "now"), [("gpt2", "modern"), ("modern", "gpt2")])
 def test_weights_of_one_architecture_do_not_begin_a_run_of_the_other(
     tiny_run, tmp_path, begun, now
@@ -349,10 +369,35 @@ def test_parquet_without_bins_is_prepared_first(tiny_run, tmp_path):
 def test_help_lists_the_settings():
     done = processes.run([sys.executable, PROJECT / "train.py", "--help"])
     assert done.returncode == 0
-    assert "--learning_rate=0.0006" in done.stdout
+    assert "--learning_rate=0.0006\n" in done.stdout
 
 
 # what the run says about itself before it starts
+
+
+@pytest.mark.parametrize("arch", ["modern", "gpt2"])
+def test_run_with_muon_opens_with_the_rates_that_its_optimizer_has(tiny_run, arch):
+    """Published for the modern recipe; a tied embedding learns as the head."""
+    words = [f"--arch={arch}", "--optimizer=muon", "--learning_rate=0.025"]
+    told = tiny_run(*words, "--max_iters=1").stdout
+    said = re.search("rates +matrices (.+) by Muon; by AdamW (.+)", told)
+    names = {"embedding": "wte.weight", "head": "lm_head.weight", "gains and biases": "ln_f.weight"}
+    if arch == "gpt2":
+        del names["embedding"]
+    shape, learn, _ = load_config([*TINY_MODEL, *words])
+    model = GPT(shape)
+    groups = build_optimizer(model, learn).param_groups
+    rates = {id(p): 0.025 * group.get("rate", 1.0) for group in groups for p in group["params"]}
+    matrix = model.transformer.h[0].mlp.c_fc.weight
+    assert float(said[1]) == pytest.approx(rates[id(matrix)])
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    expected = [
+        f"{kind} {rates[id(parameter)]:.3g}"
+        for kind, ending in names.items()
+        for name, parameter in parameters.items()
+        if name.endswith(ending)
+    ]
+    assert said[2] == ", ".join(expected)
 
 
 def test_the_planner_warns_at_launch_and_holds_nothing_up(tiny_run):
