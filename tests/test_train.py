@@ -222,8 +222,15 @@ def test_without_always_save_only_improvements_and_the_end_are_saved(tiny_run, t
     assert_refused(tiny_run(*flags, "--init_from=scratch"), "already holds a run")
 
 
-def test_wsd_run_is_extended_as_if_it_had_been_longer_from_the_start(tiny_run, tmp_path):
-    flags = ["--lr_schedule=wsd", "--decay_fraction=0.5"]
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--lr_schedule=wsd", "--decay_fraction=0.5"],
+        ["--arch=modern", "--optimizer=muon", "--min_lr=0"],  # wsd, 0.7
+    ],
+    ids=["adamw", "muon"],
+)
+def test_wsd_run_is_extended_as_if_it_had_been_longer_from_the_start(tiny_run, tmp_path, flags):
     long, extended = tmp_path / "long", tmp_path / "extended"
     assert tiny_run(*flags, "--max_iters=20", out_dir=long).returncode == 0
     assert tiny_run(*flags, "--max_iters=12", out_dir=extended).returncode == 0

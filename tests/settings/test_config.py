@@ -190,7 +190,7 @@ GOLDEN = {
         "max_iters": 1450,
         "embedding_rate": 24.2,
         "head_rate": 0.139,
-        "weight_decay": 0.11,
+        "weight_decay": 0.118,
     },
     "train_fineweb_4070_fast": MODERN
     | {"out_dir": "out-fineweb-4070-fast", "n_head": 6, "max_iters": 3250},
