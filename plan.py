@@ -41,6 +41,13 @@ from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import FlagParser, InputError, compact, duration, run_script
 
 BUDGETS = ("hours", "tokens", "epochs")
+MUON_SOURCE = (
+    "modded-nanogpt's track 3 for 524,288 tokens a step, 12 layers of 768 and 1.7B new tokens. By "
+    "nanochat's rules all rates go with √batch, embedding's and head's with 1/√width as well, and "
+    "weight decay with √batch / tokens of an epoch (arXiv:2405.13698). Batch and decay rules come "
+    "from AdamW: for Muon they are an assumption, as nanochat says. For depth and vector_rate no "
+    "rule is known: they stay as published"
+)
 COLUMNS = 100
 
 
@@ -277,12 +284,9 @@ def _instead_rows(plan: Plan) -> Iterator[tuple[str, str]]:
             f"tokens (now {plan.learn.weight_decay:g})",
         )
     if settings := plan.muon_settings:
-        told = (f"{k} {v:.3g} (now {getattr(plan.learn, k):.3g})" for k, v in settings.items())
-        yield (
-            "rates",
-            f"for this batch, width and length: {', '.join(told)}. Published by modded-nanogpt for "
-            "524,288 tokens a step and 768 wide, scaled by nanochat's rules",
-        )
+        told = (f"{k} {v:g} (now {getattr(plan.learn, k):.3g})" for k, v in settings.items())
+        yield "rates", f"for this batch, width and data: {', '.join(told)}"
+        yield "their source", MUON_SOURCE
 
 
 def _told(model: GPTConfig, unique: int | None) -> str:

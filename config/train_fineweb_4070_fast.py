@@ -1,7 +1,7 @@
 """The published modern recipe on an RTX 4070: the plain one's loss from a sixth of the tokens.
 
-modded-nanogpt's track 3, number by number; what is not here, rates, schedule, decay, are Muon's
-defaults. One shard is repeated in it, a little; more shards are better.
+modded-nanogpt's track 3, number by number; rates, schedule, decay and biases, which are not here,
+are the defaults of Muon and modern. One shard is repeated in it, a little; more shards are better.
 """
 
 out_dir = "out-fineweb-4070-fast"
@@ -9,7 +9,6 @@ dataset = "fineweb"
 
 arch = "modern"
 optimizer = "muon"
-bias = True
 
 batch_size = 16
 gradient_accumulation_steps = 32

@@ -18,8 +18,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
+from model import GPT
 from nanofit.data.loader import TrainSequences
 from nanofit.data.tokens import open_bins
+from nanofit.learning.optim import build_optimizer
 from nanofit.machine.device import describe_device
 from nanofit.machine.dist import Ranks
 from nanofit.run.stop import watch_for_stop
@@ -220,8 +222,15 @@ def test_without_always_save_only_improvements_and_the_end_are_saved(tiny_run, t
     assert_refused(tiny_run(*flags, "--init_from=scratch"), "already holds a run")
 
 
-def test_wsd_run_is_extended_as_if_it_had_been_longer_from_the_start(tiny_run, tmp_path):
-    flags = ["--lr_schedule=wsd", "--decay_fraction=0.5"]
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--lr_schedule=wsd", "--decay_fraction=0.5"],
+        ["--arch=modern", "--optimizer=muon", "--min_lr=0"],  # wsd, 0.7
+    ],
+    ids=["adamw", "muon"],
+)
+def test_wsd_run_is_extended_as_if_it_had_been_longer_from_the_start(tiny_run, tmp_path, flags):
     long, extended = tmp_path / "long", tmp_path / "extended"
     assert tiny_run(*flags, "--max_iters=20", out_dir=long).returncode == 0
     assert tiny_run(*flags, "--max_iters=12", out_dir=extended).returncode == 0
@@ -281,6 +290,24 @@ def test_finished_run_says_so_and_changes_nothing(tiny_run, tmp_path):
 )
 def test_another_run_is_not_continued_by_mistake(finished_run, tiny_run, flag, message):
     assert_refused(tiny_run(flag, "--max_iters=20", out_dir=finished_run), message)
+
+
+def test_checkpoint_older_than_a_setting_was_made_with_its_default(
+    finished_run, tiny_run, tmp_path
+):
+    old = tmp_path / "old"
+    old.mkdir()
+    content = torch.load(finished_run / "ckpt-00000002.pt", weights_only=True)
+    for name in ("arch", "optimizer", "muon_steps", "embedding_rate", "head_rate", "vector_rate"):
+        del content["config"][name]
+    torch.save(content, old / "ckpt-00000002.pt")
+    refused = tiny_run("--optimizer=muon", "--max_iters=3", out_dir=old)
+    assert_refused(refused, "optimizer = adamw (now muon)")
+    refused = tiny_run("--arch=modern", "--max_iters=3", out_dir=old)
+    assert_refused(refused, "arch = gpt2 (now modern)")
+    continued = tiny_run("--max_iters=3", out_dir=old)
+    assert continued.returncode == 0, continued.stderr
+    assert re.search("step 2 +resumed", continued.stdout)
 
 
 @pytest.mark.parametrize(("begun", "now"), [("gpt2", "modern"), ("modern", "gpt2")])
@@ -349,10 +376,35 @@ def test_parquet_without_bins_is_prepared_first(tiny_run, tmp_path):
 def test_help_lists_the_settings():
     done = processes.run([sys.executable, PROJECT / "train.py", "--help"])
     assert done.returncode == 0
-    assert "--learning_rate=0.0006" in done.stdout
+    assert "--learning_rate=0.0006\n" in done.stdout
 
 
 # what the run says about itself before it starts
+
+
+@pytest.mark.parametrize("arch", ["modern", "gpt2"])
+def test_run_with_muon_opens_with_the_rates_that_its_optimizer_has(tiny_run, arch):
+    """Published for the modern recipe; a tied embedding learns as the head."""
+    words = [f"--arch={arch}", "--optimizer=muon", "--learning_rate=0.025"]
+    told = tiny_run(*words, "--max_iters=1").stdout
+    said = re.search("rates +matrices (.+) by Muon; by AdamW (.+)", told)
+    names = {"embedding": "wte.weight", "head": "lm_head.weight", "gains and biases": "ln_f.weight"}
+    if arch == "gpt2":
+        del names["embedding"]
+    shape, learn, _ = load_config([*TINY_MODEL, *words])
+    model = GPT(shape)
+    groups = build_optimizer(model, learn).param_groups
+    rates = {id(p): 0.025 * group.get("rate", 1.0) for group in groups for p in group["params"]}
+    matrix = model.transformer.h[0].mlp.c_fc.weight
+    assert float(said[1]) == pytest.approx(rates[id(matrix)])
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    expected = [
+        f"{kind} {rates[id(parameter)]:.3g}"
+        for kind, ending in names.items()
+        for name, parameter in parameters.items()
+        if name.endswith(ending)
+    ]
+    assert said[2] == ", ".join(expected)
 
 
 def test_the_planner_warns_at_launch_and_holds_nothing_up(tiny_run):
@@ -587,34 +639,71 @@ def test_process_that_runs_out_of_memory_takes_the_others_along(large_run, tiny_
 
 
 INTERRUPT_SECOND_PROCESS = """
-import os, torch, train
+import os, resource, torch, train
+from nanofit.learning import muon
 from nanofit.terminal import run_script
-update, calls = torch._fused_adamw_, []
-def fail_once(*arguments, **options):
-    calls.append(None)
-    if os.environ["RANK"] == "1" and len(calls) == 6:  # of the third step's two groups one is done
-        raise torch.OutOfMemoryError("no room")
-    return update(*arguments, **options)
-torch._fused_adamw_ = fail_once
+def failing(update, fail):
+    calls = []
+    def update_or_fail(*arguments, **options):
+        calls.append(None)
+        fails = os.environ["RANK"] == "1" and len(calls) == int(os.environ["AT_CALL"])
+        return (fail if fails else update)(*arguments, **options)
+    return update_or_fail
+def refused(*_, **__):
+    raise torch.OutOfMemoryError("no room")
+def without_room(matrices, steps):
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1, limits[1]))
+    hoard, size_bytes = [], 2**26  # what malloc has at hand is used up as well
+    try:
+        while size_bytes >= 2**16:
+            try:
+                hoard.append(torch.empty(size_bytes, dtype=torch.uint8))
+            except RuntimeError:
+                size_bytes //= 2
+        return orthogonalized(matrices, steps)
+    finally:
+        hoard.clear()
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+orthogonalized = muon.orthogonalized
+if os.environ["HALF"] == "muon":
+    muon.orthogonalized = failing(orthogonalized, without_room)
+else:  # which steps in place, so that on a CPU it never lacks room
+    torch._fused_adamw_ = failing(torch._fused_adamw_, refused)
 run_script(train.main)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_update_interrupted_in_one_process_is_undone_in_all(large_run, tiny_dataset, tmp_path):
-    disturbed, script = tmp_path / "disturbed", tmp_path / "script.py"
+@pytest.mark.parametrize(
+    ("optimizer", "half", "at_call"),
+    [
+        ("adamw", "adamw", 6),  # of the third step's two groups one is done
+        ("muon", "adamw", 5),  # of two groups as well, before Muon's half
+        ("muon", "muon", 5),  # of the third step's two batches none is done by either
+    ],
+)
+def test_update_interrupted_in_one_process_is_undone_in_all(
+    large_run, tiny_dataset, tmp_path, optimizer, half, at_call
+):
+    expected, disturbed, script = large_run, tmp_path / "disturbed", tmp_path / "script.py"
+    flags = [*LARGE_STEP, f"--optimizer={optimizer}"]
+    if optimizer != "adamw":
+        expected = tmp_path / "whole"
+        assert run_tiny(tiny_dataset, *flags, out_dir=expected).returncode == 0
     script.write_text(INTERRUPT_SECOND_PROCESS)
     places = [f"--dataset={tiny_dataset}", f"--out_dir={disturbed}"]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+    failing = {"HALF": half, "AT_CALL": str(at_call)}
     done = processes.run(
-        [sys.executable, *launcher, script, *TINY_MODEL, *places, *LARGE_STEP],
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        [sys.executable, *launcher, script, *TINY_MODEL, *places, *flags],
+        env={**os.environ, "PYTHONPATH": str(PROJECT), **failing},
     )
     assert done.returncode == 0, done.stderr
     assert re.search("out of memory.*: now eager", done.stdout)
     assert "went back" not in done.stdout
-    assert curve(disturbed) == pytest.approx(curve(large_run), abs=2e-6)
+    assert curve(disturbed) == pytest.approx(curve(expected), abs=2e-6)
 
 
 def children_of(pid: int) -> list[int]:

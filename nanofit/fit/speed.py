@@ -2,10 +2,15 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
 from model import GPT
-from nanofit.data.loader import random_micro_batches
+from nanofit.data.loader import MicroBatch, random_micro_batches
 from nanofit.learning.optim import build_optimizer
 from nanofit.learning.step import train_step
 from nanofit.machine.device import Device, describe_device
@@ -42,42 +47,70 @@ def measure_speed(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Measu
     return Measured(tokens_per_s, device, sequences)
 
 
+class _Seconds(NamedTuple):
+    """Of a step: its passes, which get more with the batch, and its update, which does not."""
+
+    passes: float
+    update: float
+
+
 def _try_steps(model: GPT, learn: TrainConfig, device: Device) -> tuple[float, int]:
     """Tokens per second and the micro-batch they were measured with, in bounded time."""
     optimizer = build_optimizer(model, learn, products=device.product_dtype)
-    scaler = device.grad_scaler()
-    shape = model.config
-
-    def step(sequences: int, passes: int = 1) -> float:
-        batches = random_micro_batches(
-            sequences,
-            block_size=shape.block_size,
-            vocab_size=shape.vocab_size,
-            device=device,
-            passes=passes,
-        )
-        started = time.monotonic()
-        arguments = dict(device=device, ranks=Ranks(), lr=0.0, grad_clip=learn.grad_clip, seed=0)
-        loss, _ = train_step(model, optimizer, scaler, batches, **arguments)
-        loss.item()  # waits for the device
-        return time.monotonic() - started
-
-    first_s = step(1)  # makes the optimiser's state as well
-    if first_s > TRIAL_S:
-        return shape.block_size / first_s, 1
-    one_s = step(1)
-    sequences = max(min(learn.batch_size, int(TRIAL_S / 2 / one_s)), 1)
+    scaler, block_size = device.grad_scaler(), model.config.block_size
+    step = partial(_timed_step, model, optimizer, scaler, device=device, grad_clip=learn.grad_clip)
+    first = step(1)  # makes the optimiser's state as well
+    if sum(first) > TRIAL_S:
+        return _tokens_per_s(learn, block_size, pass_s=first.passes, update_s=first.update), 1
+    sequences = max(min(learn.batch_size, int(TRIAL_S / 2 / step(1).passes)), 1)
     while True:
         try:
-            micro_s = step(sequences)
+            pass_s = step(sequences).passes
             break
         except RuntimeError as error:
             if not is_out_of_memory(error) or sequences == 1:
                 raise
         sequences //= 2
-    passes = max(min(learn.gradient_accumulation_steps, int(TRIAL_S / micro_s)), 1)
-    done, seconds = 0, 0.0
-    while seconds < TRIAL_S:
-        seconds += step(sequences, passes)
-        done += passes * sequences
-    return done * shape.block_size / seconds, sequences
+    passes = max(min(learn.gradient_accumulation_steps, int(TRIAL_S / pass_s)), 1)
+    steps: list[_Seconds] = []
+    while sum(map(sum, steps)) < TRIAL_S:
+        steps.append(step(sequences, passes))
+    pass_s, update_s = (sum(part) / len(steps) for part in zip(*steps, strict=True))
+    pass_s /= passes * sequences
+    return _tokens_per_s(learn, block_size, pass_s=pass_s, update_s=update_s), sequences
+
+
+def _tokens_per_s(learn: TrainConfig, block_size: int, *, pass_s: float, update_s: float) -> float:
+    """Of whole steps, by the seconds of one sequence's pass and of an update."""
+    sequences = learn.sequences_per_step
+    return sequences * block_size / (sequences * pass_s + update_s)
+
+
+def _timed_step(
+    model: GPT,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+    sequences: int,
+    passes: int = 1,
+    *,
+    device: Device,
+    grad_clip: float,
+) -> _Seconds:
+    shape, passed = model.config, []
+
+    def batches() -> Iterator[MicroBatch]:
+        sizes = dict(block_size=shape.block_size, vocab_size=shape.vocab_size, passes=passes)
+        yield from random_micro_batches(sequences, device=device, **sizes)
+        _wait_for(model)
+        passed.append(time.monotonic())  # once the step asks for more
+
+    started = time.monotonic()
+    learn = dict(device=device, ranks=Ranks(), lr=0.0, grad_clip=grad_clip, seed=0)
+    train_step(model, optimizer, scaler, batches(), **learn)
+    _wait_for(model)
+    return _Seconds(passed[0] - started, time.monotonic() - passed[0])
+
+
+def _wait_for(model: GPT) -> None:
+    """Until its device has done all that it was told, as a number read from there tells."""
+    model.lm_head.weight[0, 0].item()

@@ -57,7 +57,10 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Gradients are used up."""
+        """Gradients are used up.
+
+        Nobody waits for a share that its owner, out of memory, will never give: all agree first.
+        """
         found_inf = getattr(self, "found_inf", None)  # a switch on the device, as for fused AdamW
         is_skipped = None if found_inf is None else found_inf.bool()
         self._gather_momentum(is_skipped)
@@ -68,7 +71,8 @@ class Muon(Optimizer):
             if self._ranks.rank < len(of_each):
                 mine = self._directions(of_each[self._ranks.rank])
             for owner, batch in enumerate(of_each):
-                directions = mine if owner == self._ranks.rank else self._room_for(batch)
+                with self._ranks.all_or_none():
+                    directions = mine if owner == self._ranks.rank else self._room_for(batch)
                 self._ranks.share_(directions, owner)
                 if is_skipped is not None:
                     directions.masked_fill_(is_skipped, 0)

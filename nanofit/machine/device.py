@@ -64,7 +64,13 @@ class Device:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """For products that bear rounding: half precision where it is fast whatever the CPU."""
+        """For products that bear rounding, as Muon's do: half precision where all can count on it.
+
+        bfloat16 on CUDA since Ampere. Older cards only emulate it: float16, whose three more bits
+        do no harm, while its smaller range does not matter to numbers that are at most about 1.
+        CPUs differ: few multiply in bfloat16, and some announce it without granting it. So it is
+        float32 on all of them, and the same run on each.
+        """
         if self.type != "cuda":
             return torch.float32
         return torch.bfloat16 if self.has_flash else torch.float16  # Ampere brought both

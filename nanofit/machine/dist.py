@@ -77,15 +77,21 @@ class Ranks:
     def all_or_none(self) -> Iterator[None]:
         """Work that counts only if all processes do theirs: who fails, fails all.
 
-        Otherwise they would wait for ever for the one that failed.
+        Otherwise they would wait for ever for the one that failed. It may be nested: of a failure
+        all learn once, where each of them next agrees with the others, and leave the outer ones
+        without another word.
         """
         failure = None
         try:
             yield
         except Exception as error:
             failure = error
+        if failure is not None and getattr(failure, "is_agreed", False):
+            raise failure
         if self.any(failure is not None):
-            raise failure or OtherProcessFailed("it failed in another process")
+            failure = failure or OtherProcessFailed("it failed in another process")
+            failure.is_agreed = True
+            raise failure
 
     def wait(self) -> None:
         """Go on when all processes have come this far."""

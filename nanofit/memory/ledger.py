@@ -99,6 +99,7 @@ class _Kept:
 
 # Pieces of the lines that make what is large.
 _EMBEDDED, _POSITIONED = "x = self.transformer.wte(idx)", "x, turns = x + self.transformer.wpe"
+_NORMED = "x, turns = self.transformer.ln_e(x)"
 _QKV, _TURNED, _VALUES = "heads = self.c_attn(x)", "y = _turned(wide * scale", "v.contiguous()"
 _ATTENTION, _PROJECTED = "y = F.scaled_dot_product_attention(", "y = self.c_proj("
 _MLP, _SQUARED = "x = self.c_proj(self.act(self.c_fc(x)))", "y = F.relu(x)"
@@ -309,7 +310,8 @@ class _EagerStep(_Step):
 
     def forward(self) -> _Kept:
         kept = _Kept(tokens=self.take_all(self._tokens()))
-        stream = self.take(self.stream("add", _POSITIONED), "activations")
+        first = ("mul", _NORMED) if self.shape.is_modern else ("add", _POSITIONED)
+        stream = self.take(self.stream(*first), "activations")
         repeated_casts = []
         for layer in range(self.shape.n_layer):
             attention, mlp = self._kept_in_block(layer)

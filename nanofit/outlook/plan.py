@@ -1,5 +1,6 @@
 """A run, its data and its machine: what it costs, what it gives, what would be better."""
 
+import math
 import shlex
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from nanofit.terminal import InputError, compact, duration
 VAL_FRACTION = 0.01  # prepare_fineweb.py's default
 BIN_BYTES_PER_TOKEN = 2
 CHECKPOINT_BYTES_PER_PARAMETER = 4 + 8  # fp32 weight and AdamW's two moments
+NO_MATTER = 0.02  # by which a rate or a decay may differ from what is advised
 
 
 class Data(NamedTuple):
@@ -105,29 +107,43 @@ class Plan:
 
     @property
     def muon_settings(self) -> dict[str, float] | None:
-        """Rates and decay for this width, batch and length by published rules; None for AdamW."""
-        if self.learn.optimizer != "muon":
+        """Rates and decay for this width, batch and data by published rules.
+
+        None for AdamW, and where so little is learned from that nothing published is near.
+        """
+        if self.learn.optimizer != "muon" or self.better.loss is None:
             return None
         published = TrainConfig()
         factors = muon_factors(
             n_embd=self.shape.n_embd,
             tokens_per_step=self.forecast.tokens_per_step,
             tokens=self.better.tokens,
+            unique_tokens=self.data.train_tokens,
         )
-        return {
+        settings = {
             "learning_rate": WITH_MUON["learning_rate"] * factors.learning_rate,
             "embedding_rate": published.embedding_rate * factors.adamw_rates,
             "head_rate": published.head_rate * factors.adamw_rates,
             "weight_decay": WITH_MUON["weight_decay"] * factors.weight_decay,
         }
+        return {name: float(f"{value:.3g}") for name, value in settings.items()}
+
+    @property
+    def advised(self) -> dict[str, float]:
+        """Settings that would suit the run better than its own."""
+        if self.weight_decay is not None:
+            return {"weight_decay": self.weight_decay}
+        return {
+            name: value
+            for name, value in (self.muon_settings or {}).items()
+            if not math.isclose(value, getattr(self.learn, name), rel_tol=NO_MATTER)
+        }
 
     def command(self, steps: int) -> str:
-        """train.py's, for a run of so many steps."""
+        """train.py's, for a run of so many steps with what is advised."""
         length = self.learn.of_length(steps)
         names = ("max_iters", "lr_decay_iters", "warmup_iters")
-        values = {name: getattr(length, name) for name in names} | {"hours": None}
-        if self.weight_decay is not None:
-            values["weight_decay"] = self.weight_decay
+        values = {name: getattr(length, name) for name in names} | {"hours": None} | self.advised
         replaced = tuple(f"--{name}=" for name in values)
         words = [word for word in self.words if not word.startswith(replaced)]
         _, configured, _ = load_config(words)
@@ -152,7 +168,10 @@ class Plan:
 
     @property
     def model_for_the_time(self) -> GPTConfig | None:
+        """In GPT-2's proportions; None for the modern recipe, whose law was set to one shape."""
         shape = self.shape
+        if self.forecast.recipe == "modern":
+            return None
         found = model_for(
             self.forecast.tokens * self.shape.flops_per_token,
             block_size=shape.block_size,

@@ -38,8 +38,9 @@ LIKE_NEW_EPOCHS, FADING_EPOCHS = 4, 16  # Muennighoff et al., section 6
 OPTIMAL_TOKENS_PER_WEIGHT = 10.5
 WEIGHT_DECAY_PER_RATIO = 0.57  # of parameters to unique tokens; fits data-limited AdamW runs
 
-# The run whose rates the modern recipe takes over: modded-nanogpt's track 3.
-PUBLISHED_WIDTH, PUBLISHED_TOKENS_PER_STEP, PUBLISHED_TOKENS = 768, 524_288, 1.70e9
+# The run whose rates the modern recipe takes over: modded-nanogpt's track 3, on new data alone.
+PUBLISHED_WIDTH, PUBLISHED_TOKENS_PER_STEP = 768, 524_288
+PUBLISHED_TOKENS = 3250 * PUBLISHED_TOKENS_PER_STEP
 
 
 class Band(NamedTuple):
@@ -125,18 +126,23 @@ class MuonFactors(NamedTuple):
     weight_decay: float
 
 
-def muon_factors(*, n_embd: int, tokens_per_step: float, tokens: float) -> MuonFactors:
+def muon_factors(
+    *, n_embd: int, tokens_per_step: float, tokens: float, unique_tokens: float | None = None
+) -> MuonFactors:
     """nanochat's rules: all rates by the root of the batch, AdamW's by that of the width as well.
 
     Muon's own rate is the same for all widths, as its steps are measured by their largest singular
-    value (Yang et al., arXiv:2310.17813). Weight decay keeps the tokens over which weights average
-    in proportion to the run (Wang and Aitchison, arXiv:2405.13698).
+    value (Yang et al., arXiv:2310.17813). Weight decay keeps the epochs over which weights average
+    (Wang and Aitchison, arXiv:2405.13698), so that data seen again do not lessen it. The rules for
+    batch and decay were found with AdamW; that they hold for Muon is an assumption, nanochat's as
+    well. Depth, gains and biases have no rule here: they keep what was published.
     """
     by_batch = math.sqrt(tokens_per_step / PUBLISHED_TOKENS_PER_STEP)
+    tokens_per_epoch = min(tokens, unique_tokens or tokens)
     return MuonFactors(
         learning_rate=by_batch,
         adamw_rates=math.sqrt(PUBLISHED_WIDTH / n_embd),
-        weight_decay=by_batch * PUBLISHED_TOKENS / tokens,
+        weight_decay=by_batch * PUBLISHED_TOKENS / tokens_per_epoch,
     )
 
 

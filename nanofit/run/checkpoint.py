@@ -191,13 +191,14 @@ def _check_same_run(content: dict[str, Any], shape: GPTConfig, learn: TrainConfi
         raise InputError(
             f"{content['config']['out_dir']} was saved by a newer version; update first"
         )
-    before, now = content["config"], flatten(shape, learn)
+    # What a checkpoint does not tell is younger than it is: the run had what is now the default.
+    before, now = flatten(GPTConfig(), TrainConfig()) | content["config"], flatten(shape, learn)
     if learn.hours is None:
         del now["hours"]  # its length may be given in steps from now on
     differing = [
         f"{name} = {before[name]} (now {value})"
         for name, value in now.items()
-        if name not in _MAY_CHANGE and before.get(name, value) != value
+        if name not in _MAY_CHANGE and before[name] != value
     ]
     sequences = _learned(content).sequences_per_step
     if sequences != learn.sequences_per_step:

@@ -153,6 +153,10 @@ class Launch:
             f"{compact(sequences * shape.block_size)} tokens"
         )
         yield f"run     {self._length()}, in {run.out_dir}"
+        if self.learn.optimizer == "muon":
+            rates = self.learn.adamw_rates(is_tied=not shape.is_modern)
+            of_adamw = ", ".join(f"{kind} {rate:.3g}" for kind, rate in rates)
+            yield f"rates   matrices {self.learn.learning_rate:.3g} by Muon; by AdamW {of_adamw}"
 
     def _length(self) -> str:
         steps, sequences = self.learn.max_iters, self.learn.sequences_per_step

@@ -1,7 +1,8 @@
 """Settings: files of plain assignments and `--name=value` flags -> frozen, checked dataclasses.
 
-Precedence: defaults < files < flags. Files are parsed, never executed. Every problem in every
-file and flag is reported together, each with the nearest known name or the way out.
+Precedence: defaults < files < flags; some defaults depend on the optimiser or the architecture.
+Files are parsed, never executed. Every problem in every file and flag is reported together, each
+with the nearest known name or the way out.
 """
 
 import difflib
@@ -69,6 +70,13 @@ class TrainConfig:
     def decay_end(self) -> int:
         """The step at which the learning rate has reached min_lr."""
         return self.max_iters if self.lr_decay_iters is None else self.lr_decay_iters
+
+    def adamw_rates(self, *, is_tied: bool) -> Iterator[tuple[str, float]]:
+        """The highest learning rates of what Muon leaves to AdamW; a tied embedding is a head."""
+        if not is_tied:
+            yield "embedding", self.learning_rate * self.embedding_rate
+        yield "head", self.learning_rate * self.head_rate
+        yield "gains and biases", self.learning_rate * self.vector_rate
 
     def of_length(self, steps: int) -> "TrainConfig":
         """The same for a run of so many steps; the warm-up takes no more than a tenth of them."""
@@ -203,22 +211,16 @@ WITH_MUON = dict(
 )
 
 
+WITH_MODERN = dict(bias=True)  # as published
+_SUITED = {"optimizer": {"muon": WITH_MUON}, "arch": {"modern": WITH_MODERN}}
+
+
 def load_config(argv: Sequence[str]) -> tuple[GPTConfig, TrainConfig, RunConfig]:
     """Read settings from the words of a command line: config files and `--name=value` flags."""
-    values, problems, given = dict(_defaults()), [], set()
-
-    def assign(name: str, value: Any) -> None:
-        values[name] = _checked(name, value)
-        given.add(name)
-
-    for path in (word for word in argv if not word.startswith("--")):
-        problems += read_assignments(Path(path), values, assign)
-    for flag in (word for word in argv if word.startswith("--")):
-        problems += _read_flag(flag, values)
+    chosen, _ = _read(argv, _defaults())
+    # Once more, so that expressions see the defaults which suit what was chosen.
+    values, problems = _read(argv, _defaults(chosen))
     flags = {word.partition("=")[0] for word in argv}
-    if values["optimizer"] == "muon":
-        given |= {flag.removeprefix("--") for flag in flags}
-        values |= {name: value for name, value in WITH_MUON.items() if name not in given}
     problems += _second_lengths(values, flags)
     sections = tuple(section(**_only(values, section)) for section in SECTIONS)
     problems += [problem for section in sections for problem in section.problems()]
@@ -229,6 +231,20 @@ def load_config(argv: Sequence[str]) -> tuple[GPTConfig, TrainConfig, RunConfig]
     return sections
 
 
+def _read(argv: Sequence[str], values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """`values` with what files and flags make of them, and every problem met."""
+    problems = []
+
+    def assign(name: str, value: Any) -> None:
+        values[name] = _checked(name, value)
+
+    for path in (word for word in argv if not word.startswith("--")):
+        problems += read_assignments(Path(path), values, assign)
+    for flag in (word for word in argv if word.startswith("--")):
+        problems += _read_flag(flag, values)
+    return values, problems
+
+
 def describe_knobs() -> str:
     """Every knob with its default and one line of meaning, for --help."""
     lines = []
@@ -237,7 +253,8 @@ def describe_knobs() -> str:
         for name, (kind, meaning) in _knobs(section).items():
             default = _defaults()[name]
             choices = f" [{' | '.join(map(str, get_args(kind)))}]" if _is_choice(kind) else ""
-            lines.append(f"  --{name}={default}\n        {meaning}{choices}")
+            suited = "".join(f" ({told})" for told in _suited_values(name))
+            lines.append(f"  --{name}={default}\n        {meaning}{choices}{suited}")
     return "\n".join(lines)
 
 
@@ -298,8 +315,20 @@ def _all_knobs() -> dict[str, tuple[Any, str]]:
     return {name: knob for section in SECTIONS for name, knob in _knobs(section).items()}
 
 
-def _defaults() -> dict[str, Any]:
-    return {field.name: field.default for section in SECTIONS for field in fields(section)}
+def _defaults(chosen: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What holds where nothing is given; of some settings it depends on what was chosen."""
+    values = {field.name: field.default for section in SECTIONS for field in fields(section)}
+    for setting, by_choice in _SUITED.items():
+        values |= by_choice.get((chosen or values)[setting], {})
+    return values
+
+
+def _suited_values(name: str) -> Iterator[str]:
+    """The other defaults that a setting has with some choices."""
+    for by_choice in _SUITED.values():
+        for choice, values in by_choice.items():
+            if values.get(name, _defaults()[name]) != _defaults()[name]:
+                yield f"with {choice}: {values[name]}"
 
 
 def _only(values: Mapping[str, Any], section: type) -> dict[str, Any]:

@@ -45,7 +45,12 @@ WIDE = replace(SHAPE, n_embd=128, n_head=2, n_layer=1)
 @pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12), (64, 16)])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 0.03)],
+    [
+        (torch.float64, 1e-6),
+        (torch.float32, 1e-5),
+        (torch.float16, 0.004),  # which has three more bits than bfloat16
+        (torch.bfloat16, 0.03),
+    ],
     ids=str,
 )
 def test_update_is_the_product_of_singular_vectors_as_long_as_published(shape, dtype, tolerance):
@@ -69,6 +74,25 @@ def test_five_steps_leave_singular_values_in_their_band(shape):
     assert values.max() < 1.25
     assert (values - 1).abs().max() > 0.05  # they are not the twelve gentle ones
     torch.testing.assert_close(in_its_axes, values.diag(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (12, 40), (64, 16)])
+def test_five_steps_are_those_of_torchs_muon(shape):
+    """Which divides by the norm after rounding to bfloat16, not before: equal to 1 % of the way."""
+    start = torch.randn(shape)
+    gradients = [torch.randn(shape) for _ in range(4)]
+    theirs = torch.nn.Parameter(start.clone())
+    torchs = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.3, momentum=0.95, ns_steps=5)
+    for gradient in gradients:
+        theirs.grad = gradient.clone()
+        torchs.step()
+    options = dict(lr=0.1, weight_decay=0.3, steps=5, dtype=torch.bfloat16)
+    ours = stepped(start, gradients, **options)
+    assert relative(ours - start, (theirs.detach() - start).double()) < 0.01
+    plain = stepped(start, gradients, **{**options, "weight_decay": 0.0})
+    assert relative(plain - start, (theirs.detach() - start).double()) > 0.03
+    gentle = stepped(start, gradients, **{**options, "steps": 12})
+    assert relative(gentle - start, (theirs.detach() - start).double()) > 0.03
 
 
 def test_twelve_steps_do_to_singular_values_what_the_polynomial_does():

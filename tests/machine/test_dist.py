@@ -30,6 +30,22 @@ def main(argv):
                     raise ValueError("mine")
         except Exception as error:
             print(f"<{type(error).__name__} {error}>", flush=True)
+        for fails in ("before", "within", "between", "after"):
+            try:
+                with ranks.all_or_none():
+                    work(fails == "before", ranks)
+                    with ranks.all_or_none():
+                        work(fails == "within", ranks)
+                    work(fails == "between", ranks)
+                    with ranks.all_or_none():
+                        pass
+                    work(fails == "after", ranks)
+            except Exception as error:
+                print(f"<{fails}: {type(error).__name__}>", flush=True)
+            assert ranks.least(5 - ranks.rank) == 4
+def work(fails, ranks):
+    if fails and ranks.rank == 1:
+        raise ValueError("mine")
 run_script(main)
 """
 
@@ -45,6 +61,10 @@ def test_two_processes_sum_and_agree(tmp_path):
     assert done.stdout.count(told) == 2, done.stdout + done.stderr  # both may be on one line
     assert "<ValueError mine>" in done.stdout
     assert "<OtherProcessFailed it failed in another process>" in done.stdout
+    for fails in ("before", "within", "between", "after"):  # and what follows goes in step
+        for error in ("ValueError", "OtherProcessFailed"):
+            assert done.stdout.count(f"<{fails}: {error}>") == 1, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_world_of_one_changes_nothing():

@@ -132,6 +132,36 @@ def test_savers_of_the_config_are_in_the_table(told):
     assert narrow["peak_bytes"] < plain["peak_bytes"]
 
 
+MODERN = ["--arch=modern", "--optimizer=muon", "--compile=False"]
+
+
+def test_modern_recipe_is_explained_as_the_plain_one_is(told, shown):
+    """Counts of the real model, sizes of the simulator, and the lines of its own parts."""
+    shape, learn, _ = load_config([*WORDS[:-1], *MODERN])
+    assert shape.bias and learn.optimizer == "muon"
+    setup = Setup(shape, optimizer="muon")
+    written, simulated = told(*MODERN), told(*MODERN, "--simulate")
+    assert written["peak_bytes"] == write_down(setup, 8).peak_bytes
+    assert simulated["peak_bytes"] == simulate(setup, 8).peak_bytes
+    assert written["peak_bytes"] == pytest.approx(simulated["peak_bytes"], rel=0.03)
+    assert {one["line"] for one in written["largest_tensors"]}
+    with FakeTensorMode():
+        parameters = dict(GPT(shape).named_parameters())
+    components = {line["component"]: line["size_bytes"] for line in written["components"]}
+    moments = sum(p.numel() * (1 if is_muons(n, p) else 2) for n, p in parameters.items())
+    rounding = 512 * 3 * len(parameters)
+    assert components["optimiser state"] == pytest.approx(4 * moments, abs=rounding)
+    weights = sum(p.numel() for p in parameters.values())
+    assert components["weights"] == pytest.approx(4 * weights, abs=rounding + 8 * 1024)
+    text = shown(*MODERN, "--gpu=RTX 4070")
+    assert max(map(len, text.splitlines())) <= 100
+    assert f"{weights:,}" in text
+
+
+def is_muons(name: str, parameter) -> bool:
+    return name.startswith("transformer.h.") and parameter.dim() == 2
+
+
 def test_person_sees_all_of_it_in_100_columns(shown):
     text = shown("--gpu=RTX 4070")
     assert max(map(len, text.splitlines())) <= 100

@@ -99,6 +99,36 @@ def test_activations_are_made_by_the_lines_that_are_named(arch, stage):
     }
 
 
+@ARCHS
+def test_stream_is_made_by_the_lines_that_are_named_one_after_the_other(arch):
+    """From the embedding, be it given positions or a norm, to the last block."""
+    setup = Setup(replace(SMALL, arch=arch))
+    stream_bytes = 4 * SIZE * SMALL.block_size * SMALL.n_embd
+    written, simulated = (
+        [
+            buffer.line
+            for buffer in course.alive_at_peak
+            if (buffer.size_bytes, buffer.component) == (stream_bytes, "activations")
+        ]
+        for course in (write_down(setup, SIZE), simulate(setup, SIZE))
+    )
+    assert written == simulated
+    assert len(written) > 2 * SMALL.n_layer
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_modern_recipe_needs_no_more_than_the_plain_one_but_for_its_head(dtype, compiled, size):
+    """Of which there are weight, gradient and two moments, in float32."""
+    plain = GPTConfig(n_layer=12, n_head=12, n_embd=768)
+    modern = replace(plain, n_head=6, arch="modern", bias=True)
+    stage = dict(dtype=dtype, compiled=compiled)
+    need = WrittenNeed(Setup(modern, optimizer="muon", **stage)).at(size)
+    head_bytes = 16 * plain.vocab_size * plain.n_embd
+    assert need <= WrittenNeed(Setup(plain, **stage)).at(size) + head_bytes
+
+
 @BIASES
 @ARCHS
 def test_weights_are_those_of_the_real_model(arch, bias):

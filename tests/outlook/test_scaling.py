@@ -5,6 +5,7 @@ import math
 import pytest
 
 from nanofit.outlook.scaling import (
+    PUBLISHED_TOKENS,
     effective_tokens,
     expected_band,
     expected_loss,
@@ -137,17 +138,26 @@ def test_weight_decay_by_hand():
 
 
 def test_settings_of_the_published_run_stay_as_they_are():
-    published = muon_factors(n_embd=768, tokens_per_step=524_288, tokens=1.70e9)
+    published = muon_factors(n_embd=768, tokens_per_step=524_288, tokens=PUBLISHED_TOKENS)
     assert published == pytest.approx((1, 1, 1))
 
 
 def test_muon_settings_follow_batch_width_and_length():
-    quarter_batch = muon_factors(n_embd=768, tokens_per_step=131_072, tokens=1.70e9)
+    quarter_batch = muon_factors(n_embd=768, tokens_per_step=131_072, tokens=PUBLISHED_TOKENS)
     assert quarter_batch == pytest.approx((0.5, 1, 0.5))
-    wide = muon_factors(n_embd=4 * 768, tokens_per_step=524_288, tokens=1.70e9)
+    wide = muon_factors(n_embd=4 * 768, tokens_per_step=524_288, tokens=PUBLISHED_TOKENS)
     assert wide == pytest.approx((1, 0.5, 1))
-    long = muon_factors(n_embd=768, tokens_per_step=524_288, tokens=3.40e9)
+    long = muon_factors(n_embd=768, tokens_per_step=524_288, tokens=2 * PUBLISHED_TOKENS)
     assert long == pytest.approx((1, 1, 0.5))
+
+
+def test_data_seen_again_do_not_lessen_muons_decay():
+    """As they do not change that of AdamW, which goes by the unique tokens too."""
+    run = dict(n_embd=768, tokens_per_step=524_288)
+    once = muon_factors(**run, tokens=0.7e9)
+    for epochs in (1, 2, 4):
+        assert muon_factors(**run, tokens=epochs * 0.7e9, unique_tokens=0.7e9) == once
+    assert muon_factors(**run, tokens=0.7e9, unique_tokens=9e9) == once
 
 
 def test_the_curve_depends_on_architecture_optimiser_and_vocabulary():

@@ -190,7 +190,7 @@ GOLDEN = {
         "max_iters": 1450,
         "embedding_rate": 24.2,
         "head_rate": 0.139,
-        "weight_decay": 0.11,
+        "weight_decay": 0.118,
     },
     "train_fineweb_4070_fast": MODERN
     | {"out_dir": "out-fineweb-4070-fast", "n_head": 6, "max_iters": 3250},
@@ -622,6 +622,25 @@ def test_with_muon_what_is_given_counts_even_if_it_is_another_default(load, name
     assert changed(load(line, "--optimizer=muon")) == expected
 
 
+@pytest.mark.parametrize("order", ["optimizer = 'muon'\n{}", "{}\noptimizer = 'muon'"])
+def test_expressions_see_muons_defaults(load, order):
+    """Whether the optimiser is told before, after or by a flag."""
+    line = "min_lr = learning_rate / 10\nlr_decay_iters = 100 + warmup_iters"
+    for values in (load(order.format(line)), load(line, "--optimizer=muon")):
+        assert values["min_lr"] == 0.0025
+        assert values["lr_decay_iters"] == 100
+    assert load(line)["min_lr"] == pytest.approx(6e-5)
+    assert settings("--min_lr=learning_rate/10", "--optimizer=muon")["min_lr"] == 0.0025
+    assert load(line, "--optimizer=muon", "--learning_rate=0.5")["min_lr"] == 0.0025
+
+
+def test_modern_has_biases_unless_they_are_refused(load):
+    assert settings("--arch=modern")["bias"] and load("arch = 'modern'")["bias"]
+    assert not settings("--arch=modern", "--bias=False")["bias"]
+    assert not load("bias = False\narch = 'modern'")["bias"]
+    assert not load("arch = 'modern'", "--arch=gpt2")["bias"]
+
+
 def test_a_file_for_muon_run_with_adamw_has_adamws_defaults(load):
     assert changed(load("optimizer = 'muon'", "--optimizer=adamw")) == {}
 
@@ -660,6 +679,13 @@ def test_flatten_and_load_are_inverse():
     values = settings("--n_layer=3", "--n_head=2", "--n_embd=64", "--seed=5", "--memory_limit=1GB")
     flags = [f"--{name}={value}" for name, value in values.items()]
     assert settings(*flags) == values
+
+
+def test_help_tells_the_defaults_that_depend_on_others():
+    told = describe_knobs()
+    assert "highest learning rate; with muon that of the matrices (with muon: 0.025)\n" in told
+    assert "biases in linear layers, and in gpt2's norms (with modern: True)\n" in told
+    assert "AdamW's decay of the second moment\n" in told  # the same with both
 
 
 def test_help_lists_every_knob_with_its_default_and_a_meaning():
