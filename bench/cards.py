@@ -1,7 +1,7 @@
 """What fits on which card: forecast, and what torch's own CUDA allocator bears, side by side.
 
     python bench/cards.py              # all cards, eager; about 25 minutes on 2 cores
-    python bench/cards.py "RTX 4070" --compiled
+    python bench/cards.py "RTX 4070" --compiled --configs train_gpt2_124m,train_fineweb_4070_fast
 
 On cards without a GPU (tests/card): torch's allocator and its out-of-memory are real, kernels do
 nothing. For each card, config and use by other programs the fit is found as train.py finds it, but
@@ -62,14 +62,16 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("cards", nargs="*", default=CARDS)
     parser.add_argument("--compiled", action="store_true", help="the compiled stage as well")
+    parser.add_argument("--configs", metavar="NAME,...", help="these of config/ alone")
     parser.add_argument(WORKER, action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     if asked.worker:
-        for row in _rows_of_this_card(compiled=asked.compiled):
+        for row in _rows_of_this_card(asked.configs, compiled=asked.compiled):
             print(json.dumps(row), flush=True)
         return
+    words = [WORKER, *(word for word in argv if word not in asked.cards)]
     with ThreadPoolExecutor(2) as pool:
-        answers = pool.map(lambda card: _on_card(card, compiled=asked.compiled), asked.cards)
+        answers = pool.map(lambda card: _on_card(card, words), asked.cards)
         rows = []
         _print_row(COLUMNS)
         _print_row(["---", "--:", "---", "---", "---", *["--:"] * 6, "---"])
@@ -80,10 +82,9 @@ def main(argv: Sequence[str]) -> None:
     _print_summary(rows)
 
 
-def _on_card(name: str, *, compiled: bool) -> list[dict[str, Any]]:
+def _on_card(name: str, words: list[str]) -> list[dict[str, Any]]:
     from tests.card.harness import CardWithoutGpu
 
-    words = [WORKER, *(["--compiled"] if compiled else [])]
     with tempfile.TemporaryDirectory() as folder:
         # With numbers read back as 0 a loss scale finds no overflow, and no update is left out.
         card = CardWithoutGpu(Path(folder), name)
@@ -94,11 +95,12 @@ def _on_card(name: str, *, compiled: bool) -> list[dict[str, Any]]:
     return [{"card": name, **row} for row in found]
 
 
-def _rows_of_this_card(*, compiled: bool) -> Iterator[dict[str, Any]]:
+def _rows_of_this_card(names: str | None, *, compiled: bool) -> Iterator[dict[str, Any]]:
     """In a process on the card: each config with each use by others."""
     from tests.card.harness import set_others
 
-    for config in sorted(PROJECT.glob("config/*.py")):
+    stems = names.split(",") if names else sorted(f.stem for f in PROJECT.glob("config/*.py"))
+    for config in (PROJECT / f"config/{stem}.py" for stem in stems):
         for others_mib in OTHERS_MIB:
             set_others(Path(os.environ["CARD_STATE"]).parent, others_mib)
             row = {"config": config.stem, "others_mib": others_mib}
