@@ -379,7 +379,7 @@ def _dress(rows: list[Row], by_tokens: Any, by_seconds: Any) -> None:
     by_tokens.set(xlabel="tokens", ylabel="loss (nats a byte)")
     by_tokens.set_ylim(min(ends) - 0.05, max(ends) + 0.4)
     by_seconds.set(xlabel="CPU seconds of one thread, the optimiser included")
-    by_tokens.legend(title="validation, at the end of runs\n(thin: training)", loc="lower left")
+    by_seconds.legend(title="validation, at the end of runs\n(thin: training)", loc="upper right")
     for axes in (by_tokens, by_seconds):
         axes.grid(alpha=0.3)
         axes.set_xscale("log")
