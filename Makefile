@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test test-all test-card run-test-card lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-startup bench-autofit bench-prepare bench-prepare-large clean
+.PHONY: help demo test test-all test-card run-test-card lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-startup bench-autofit bench-prepare bench-prepare-large clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -81,6 +81,12 @@ bench-roofline: .venv/installed  ## speed on many cards by FLOPs and bytes, agai
 
 bench-cards: .venv/installed .venv-cuda/installed  ## what fits on which card, on torch's CUDA allocator without a GPU
 	$(BIN)/python bench/cards.py
+
+bench-recipe: .venv/installed-extras  ## tokens that a recipe needs, ours against nanoGPT's: hours; it continues
+	$(BIN)/python bench/recipe.py
+
+bench-muon: .venv/installed  ## Muon's update, batched against torch's, and its share of a step
+	$(BIN)/python bench/muon.py
 
 bench-startup: .venv/installed  ## how long one waits for --help, for a plan, for the demo's first step
 	$(BIN)/python bench/startup.py
