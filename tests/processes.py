@@ -113,6 +113,18 @@ def end_all() -> None:
         end(process)
 
 
+def wait_for(condition: Callable[[], Any], timeout_s: float = 180) -> None:
+    """Go on as soon as a condition holds; a fresh interpreter may take a minute to load torch."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @cache
 def guarded() -> str:
     """Have a guard watch this process, and mark all that it starts; returns the mark."""

@@ -27,6 +27,7 @@ from nanofit.settings.config import load_config
 from nanofit.terminal import InputError
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_metrics, run_tiny
+from tests.processes import wait_for
 
 HALF_WAY = 7
 
@@ -576,7 +577,7 @@ def test_process_that_runs_out_of_memory_takes_the_others_along(large_run, tiny_
     disturbed = tmp_path / "disturbed"
     process = start(tiny_dataset, disturbed, *LARGE_STEP, ranks=2)
     wait_for(lambda: '"step": 1,' in text_of(disturbed / "metrics.jsonl"))
-    pids = children_of(process.pid)
+    pids = processes.children_of(process.pid)
     second = next(pid for pid in pids if environment_of(pid).get("RANK") == "1")
     lower_limit = least_data_bytes(second) + 100 * 10**6
     resource.prlimit(second, resource.RLIMIT_DATA, (lower_limit, lower_limit))
@@ -615,10 +616,6 @@ def test_update_interrupted_in_one_process_is_undone_in_all(large_run, tiny_data
     assert re.search("out of memory.*: now eager", done.stdout)
     assert "went back" not in done.stdout
     assert curve(disturbed) == pytest.approx(curve(large_run), abs=2e-6)
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -742,10 +739,3 @@ def cut_in_half(path: Path) -> None:
 
 def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
-
-
-def wait_for(condition, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
