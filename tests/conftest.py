@@ -15,6 +15,8 @@ from tests import processes
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ["WANDB_MODE"] = "offline"
+for wish in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):  # of who runs them
+    os.environ.pop(wish, None)
 
 PROJECT = processes.PROJECT
 VOCABULARY = 64

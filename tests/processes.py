@@ -113,6 +113,20 @@ def end_all() -> None:
         end(process)
 
 
+def wait_for(
+    condition: Callable[[], Any], timeout_s: float = 180, *, interval_s: float = 0.05
+) -> None:
+    """Go on as soon as a condition holds; a fresh interpreter may take a minute to load torch."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(interval_s)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @cache
 def guarded() -> str:
     """Have a guard watch this process, and mark all that it starts; returns the mark."""

@@ -1,7 +1,8 @@
 """A trial: the real training step in a child process, to see whether it survives.
 
 Whatever happens there, out of memory, a crash of the driver, a kill or a hang, is an answer; it
-reaches neither the weights nor the memory of the run. The child is `python -m nanofit.fit.trial`.
+reaches neither the weights nor the memory of the run. The child is `python -m nanofit.fit.trial`,
+and ends with its parent, however that ends.
 """
 
 import gc
@@ -10,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -72,14 +74,7 @@ def run_trial(
         "limit_bytes": limit_bytes,
     }
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "nanofit.fit.trial", json.dumps(order)],
-            cwd=PROJECT,
-            env=_environment(),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+        done = _run_child(order, timeout_s)
     except subprocess.TimeoutExpired:
         return TrialResult(is_too_large=True, reason=f"no answer within {timeout_s:.0f} s")
     if done.returncode == -signal.SIGINT:  # Ctrl-C reaches the child as well
@@ -93,6 +88,38 @@ def run_trial(
         return TrialResult(is_too_large=True, reason=f"killed by signal {-done.returncode}")
     said = [line for line in done.stderr.splitlines() if line.strip()]
     return TrialResult(reason=said[-1].strip() if said else f"exit code {done.returncode}")
+
+
+def _run_child(order: dict[str, Any], timeout_s: float) -> subprocess.CompletedProcess:
+    """The child reads from a pipe that nobody writes to, and that closes when this process dies."""
+    child_end, our_end = os.pipe()
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "nanofit.fit.trial", json.dumps(order)],
+            cwd=PROJECT,
+            env=_environment(),
+            stdin=child_end,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    finally:
+        os.close(child_end)
+        os.close(our_end)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent's end of the pipe closes, whatever it is doing then."""
+
+    def wait() -> None:
+        os.read(sys.stdin.fileno(), 1)  # sys.stdin itself has a lock, which the exit would wait for
+        os._exit(1)
+
+    usual_bytes = threading.stack_size(
+        2**18
+    )  # which count as data of the trial: 8 MiB are too many
+    threading.Thread(target=wait, daemon=True).start()
+    threading.stack_size(usual_bytes)
 
 
 def share_compile_cache() -> None:
@@ -212,4 +239,5 @@ def _train(setup: Setup, size: int, device: Device) -> float:
 
 
 if __name__ == "__main__":
+    _end_with_parent()
     print(_ANSWER + json.dumps(asdict(_answer(json.loads(sys.argv[1])))), flush=True)

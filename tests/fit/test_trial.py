@@ -1,8 +1,10 @@
 """Trials in a child process, with real out-of-memory under a limit of Linux."""
 
+import re
 import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from nanofit.fit.trial import TrialResult, run_trial, trial_here
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
 from nanofit.settings.shape import GPTConfig
+from tests import processes
+from tests.processes import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 
@@ -67,6 +71,37 @@ def test_broken_trial_is_an_answer():
     result = run_trial(SETUP, 4, device="cuda", limit_bytes=None)
     assert result.peak_bytes is None
     assert "CUDA" in result.reason
+
+
+PARENT = """
+from nanofit.fit.trial import run_trial
+from nanofit.memory.setup import Setup
+from nanofit.settings.shape import GPTConfig
+shape = GPTConfig(n_layer=12, n_head=8, n_embd=512, block_size=1024, vocab_size=128)
+setup = Setup(shape, dtype="float32", recompute="block")
+print("begins", flush=True)
+run_trial(setup, 8, device="cpu", limit_bytes=None)
+"""
+
+
+def test_trial_ends_with_a_parent_that_is_killed():
+    parent = processes.start([sys.executable, "-c", PARENT], cwd=processes.PROJECT)
+    assert parent.stdout.readline() == "begins\n"
+    wait_for(lambda: processes.children_of(parent.pid))
+    [child] = processes.children_of(parent.pid)
+    wait_for(lambda: memory_of(child) > 400 * 10**6)  # it computes, for minutes
+    parent.kill()
+    wait_for(lambda: not memory_of(child), timeout_s=20)
+
+
+def memory_of(pid: int) -> int:
+    """What a process holds; nothing when it has ended, even if nobody has asked how it did."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    held = re.search(r"RssAnon:\s*(\d+) kB", status)
+    return int(held[1]) * 1024 if held else 0
 
 
 def test_forecast_is_within_five_percent_of_what_trials_measure():
