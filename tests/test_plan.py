@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -412,6 +413,19 @@ def test_with_too_little_data_no_rates_are_advised(planned):
     told = planned(FAST, *ON_4070, "--unique_tokens=2M", "--max_iters=50")
     assert told["instead"]["muon_settings"] is None
     assert "decay=" not in told["instead"]["command"]
+
+
+@pytest.mark.parametrize("config", [FAST, EVENING])
+def test_the_readme_has_the_figures_that_are_printed(printed, config):
+    told = printed(config, *ON_4070, "--unique_tokens=0.72B")
+    rows = {
+        name: told.split(f"  {name}  ")[1].splitlines()[0] for name in ("as asked", "plain recipe")
+    }
+    readme = " ".join((PROJECT / "README.md").read_text(encoding="utf-8").split())
+    of_config = readme.split(f"`config/{Path(config).name}`")[1][:100]
+    loss, plain = (re.search(r"\d\.\d\d to \d\.\d\d", row)[0] for row in rows.values())
+    assert of_config.index(loss) < of_config.index(plain)
+    assert re.search(r"\d+h\d\dm", rows["as asked"])[0] in of_config
 
 
 def test_checkpoints_of_muon_hold_one_moment_of_each_matrix(planned):
