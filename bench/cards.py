@@ -1,8 +1,7 @@
 """What fits on which card: forecast, and what torch's own CUDA allocator bears, side by side.
 
     python bench/cards.py              # all cards, eager; about 25 minutes on 2 cores
-    python bench/cards.py "RTX 4070" --compiled
-    python bench/cards.py "RTX 4070" --configs demo train_fineweb
+    python bench/cards.py "RTX 4070" --compiled --configs train_gpt2_124m,train_fineweb_4070_fast
 
 On cards without a GPU (tests/card): torch's allocator and its out-of-memory are real, kernels do
 nothing. For each card, config and use by other programs the fit is found as train.py finds it, but
@@ -49,7 +48,6 @@ CARDS = (
     "RTX 4090",
     "RTX 5090",
 )
-CONFIGS = sorted(path.stem for path in PROJECT.glob("config/*.py"))
 OTHERS_MIB = (0, 600, 2118)
 MIB = 2**20
 WORKER = "--worker"
@@ -64,15 +62,15 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("cards", nargs="*", default=CARDS)
     parser.add_argument("--compiled", action="store_true", help="the compiled stage as well")
-    parser.add_argument("--configs", nargs="+", default=CONFIGS, help="all, if not given")
+    parser.add_argument("--configs", metavar="NAME,...", help="these of config/ alone")
     parser.add_argument(WORKER, action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     if asked.worker:
         for row in _rows_of_this_card(asked.configs, compiled=asked.compiled):
             print(json.dumps(row), flush=True)
         return
+    words = [WORKER, *(word for word in argv if word not in asked.cards)]
     with ThreadPoolExecutor(2) as pool:
-        words = ["--configs", *asked.configs, *["--compiled"] * asked.compiled]
         answers = pool.map(lambda card: _on_card(card, words), asked.cards)
         rows = []
         _print_row(COLUMNS)
@@ -84,24 +82,25 @@ def main(argv: Sequence[str]) -> None:
     _print_summary(rows)
 
 
-def _on_card(name: str, words: Sequence[str]) -> list[dict[str, Any]]:
+def _on_card(name: str, words: list[str]) -> list[dict[str, Any]]:
     from tests.card.harness import CardWithoutGpu
 
     with tempfile.TemporaryDirectory() as folder:
         # With numbers read back as 0 a loss scale finds no overflow, and no update is left out.
         card = CardWithoutGpu(Path(folder), name)
-        run = card.run("bench/cards.py", WORKER, *words, timeout_s=7200, scalars="0:0")
+        run = card.run("bench/cards.py", *words, timeout_s=7200, scalars="0:0")
     if run.code:
         raise SystemExit(str(run))
     found = [json.loads(line) for line in run.output.splitlines() if line.startswith("{")]
     return [{"card": name, **row} for row in found]
 
 
-def _rows_of_this_card(configs: Sequence[str], *, compiled: bool) -> Iterator[dict[str, Any]]:
+def _rows_of_this_card(names: str | None, *, compiled: bool) -> Iterator[dict[str, Any]]:
     """In a process on the card: each config with each use by others."""
     from tests.card.harness import set_others
 
-    for config in (PROJECT / "config" / f"{name}.py" for name in configs):
+    stems = names.split(",") if names else sorted(f.stem for f in PROJECT.glob("config/*.py"))
+    for config in (PROJECT / f"config/{stem}.py" for stem in stems):
         for others_mib in OTHERS_MIB:
             set_others(Path(os.environ["CARD_STATE"]).parent, others_mib)
             row = {"config": config.stem, "others_mib": others_mib}

@@ -192,7 +192,7 @@ class Started:
     process: subprocess.Popen
     folder: Path
 
-    def wait_for(self, word: str, timeout_s: float = 600) -> None:
+    def wait_for(self, word: str, timeout_s: float = 1200) -> None:
         """Go on when it has said a word."""
         deadline = time.monotonic() + timeout_s
         while word not in self._said("stdout"):

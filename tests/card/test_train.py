@@ -1,5 +1,7 @@
 """train.py on a card: every setting whose lines only CUDA executes."""
 
+import re
+
 import pytest
 import torch
 
@@ -180,11 +182,15 @@ def test_weights_of_nanogpt_are_the_beginning(card, train, tmp_path):
         assert torch.equal(checkpoint["model"][name], value), name
 
 
-def test_nothing_fits_in_one_line(card, train):
-    run = train("--n_layer=12", "--n_embd=768", on=card(memory=2200))
+def test_nothing_fits_in_one_line_and_what_it_offers_does(card, train):
+    on, flags = card(memory=2200), ["--n_layer=12", "--n_embd=768", "--compile=False"]
+    run = train(*flags, on=on)
     assert run.code == 2
-    assert "not even one sequence fits" in run.errors.splitlines()[-1]
-    assert "would need" in run.errors
+    [line] = run.errors.splitlines()
+    assert "not even one sequence fits" in line
+    offered = re.findall(r"--\w+=\d+(?= \()", line)
+    assert "--n_layer=6" in offered
+    assert train(*flags, offered[-1], "--max_iters=1", on=on).code == 0
 
 
 def test_cpu_is_used_on_request(train):
