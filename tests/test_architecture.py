@@ -49,7 +49,7 @@ def modules_of(room: str) -> set[str]:
 def test_every_file_and_room_the_page_names_is_there():
     named = set(re.findall(r"(?:\w+/)+\w*(?:\.\w+)?|\w+\.(?:py|toml|md)", PAGE))
     assert {"learning/step", "data/", "prepare_fineweb.py"} <= named
-    places = [PROJECT, PROJECT / "nanofit"]
+    places = [PROJECT, PROJECT / "nanofit", PROJECT / "docs"]
     lost = [
         name
         for name in named
