@@ -248,7 +248,7 @@ def _text(results: Results, rows: list[Row], tables: dict[str, str]) -> str:
             _what_it_is(results.common),
             tables["arms"],
             tables["targets"],
-            "![Loss against tokens and CPU seconds](recipe.png)",
+            *(["![Loss against tokens and CPU seconds](recipe.png)"] if rows else []),
             _how_to_read_it(results, rows),
             "## Rates",
             tables["rates"],

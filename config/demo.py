@@ -3,7 +3,11 @@
 out_dir = "out-demo"
 dataset = "sample"
 
-# GPT-2's vocabulary makes the last layer nine tenths of this model: narrow is fast.
+arch = "modern"
+optimizer = "muon"
+bias = True
+
+# GPT-2's vocabulary makes embedding and head nine tenths of this model: narrow is fast.
 n_layer = 3
 n_head = 4
 n_embd = 96
@@ -11,12 +15,12 @@ block_size = 128
 
 batch_size = 4
 gradient_accumulation_steps = 1
-max_iters = 800
-learning_rate = 4e-3
-min_lr = 4e-4
+max_iters = 700
+learning_rate = 0.05
 lr_schedule = "wsd"  # so that a larger max_iters goes on as if it had been asked for at once
-warmup_iters = 50
+decay_fraction = 0.3  # of which most is then kept
 beta2 = 0.99
+muon_steps = 5  # twelve would cost more than they give with so few tokens a step
 
 dtype = "float32"
 compile = True  # needs a C++ compiler on a CPU; without one the run says so and stays eager
