@@ -355,11 +355,14 @@ class _Fitter:
     def _what_would_fit(self, savers: Savers, base_bytes: int, limit_bytes: int) -> str:
         """For who has tried everything: what one sequence needs, and what would fit here."""
         eager, *_ = self._stages(savers)
+        # What is offered must fit: forecasts of 8-bit moments have been too low where the embedding
+        # is most of the model.
+        surer = replace(eager, optimizer_bits=32)
 
         def needed(shape: GPTConfig) -> int:
-            return need_of(replace(eager, shape=shape)).at(1) + base_bytes
+            return need_of(replace(surer, shape=shape)).at(1) + base_bytes
 
-        least = needed(self._shape)
+        least = need_of(eager).at(1) + base_bytes
         told = (
             f"not even one sequence fits: with all savers it needs about {least / MIB:,.0f} MiB, "
             f"{limit_bytes / MIB:,.0f} are usable. "

@@ -189,7 +189,7 @@ def test_nothing_fits_in_one_line_and_what_it_offers_does(card, train):
     [line] = run.errors.splitlines()
     assert "not even one sequence fits" in line
     offered = re.findall(r"--\w+=\d+(?= \()", line)
-    assert "--n_layer=6" in offered
+    assert offered[-1].startswith("--n_layer=")
     assert train(*flags, offered[-1], "--max_iters=1", on=on).code == 0
 
 
