@@ -5,7 +5,6 @@ dataset = "sample"
 
 arch = "modern"
 optimizer = "muon"
-bias = True
 
 # GPT-2's vocabulary makes embedding and head nine tenths of this model: narrow is fast.
 n_layer = 3
