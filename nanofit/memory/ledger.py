@@ -294,7 +294,8 @@ class _Step:
         of_loss, rows = "logits and loss", chunk_rows(self.C, fused=self.setup.compiled)
         cast = self.table("_to_copy", _HEAD, self.setup.dtype)
         for_a_while = self.take_all(self.is_half * [cast], "weights in half precision")
-        left = self.take_all(with_gradients * [self.table("new_empty", _D_HEAD)], of_loss)
+        of_head = [self.table("new_empty", _D_HEAD), *self._head_bias()]
+        left = self.take_all(with_gradients * of_head, of_loss)
         logits = _Tensor((min(rows, self.N), self.V), self.setup.dtype, self.product, _LOGITS)
         for_a_while += [self.take(logits, of_loss)]
         if not self.setup.compiled and self.is_half:
@@ -303,6 +304,11 @@ class _Step:
             for_a_while += [self.take(logits._replace(code=_SLOPE), of_loss)]
         self.give(for_a_while)
         return left
+
+    def _head_bias(self) -> list[_Tensor]:
+        """The gradient of a bias, where the head has one."""
+        has_bias = "lm_head.bias" in self.weights
+        return has_bias * [_Tensor((self.V,), "float32", "new_empty", _D_HEAD)]
 
 
 class _EagerStep(_Step):
@@ -363,7 +369,7 @@ class _EagerStep(_Step):
         d_hidden = self.take(self.stream("mul", _SCALED), "logits and loss")
         self.give(wide)
         if self.shape.is_modern:
-            self.gradient("lm_head.weight")
+            self._gradients_of_head()
         else:
             d_head = self.take(self.table("mul", _SCALED), "logits and loss")
         self.give(kept.loss)
@@ -381,6 +387,11 @@ class _EagerStep(_Step):
             self.give([d_stream])
             self.gradient("transformer.wte.weight")  # the sum of both
             self.give([d_head, dense, *kept.tokens])
+
+    def _gradients_of_head(self) -> None:
+        self.gradient("lm_head.weight")
+        if "lm_head.bias" in self.weights:
+            self.gradient("lm_head.bias")
 
     def _backward_block(self, layer: int, attention: list[Buffer], mlp: list[Buffer]) -> None:
         """The stream's gradient is there all the time."""

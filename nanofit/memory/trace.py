@@ -155,7 +155,12 @@ class MemoryTrace(_StorageWatch):
         component = self.component
         if shape in self._parameter_shapes and op.endswith(_CASTS):
             component = "weights in half precision"
-        elif self._vocabulary in shape[-1:] or "loss" in origin.line + origin.function:
+        elif (
+            component != "optimiser state"
+            and (  # the head's bias has moments as long as logits
+                self._vocabulary in shape[-1:] or "loss" in origin.line + origin.function
+            )
+        ):
             component = "logits and loss"
         buffer = Buffer(rounded(size_bytes), shape, dtype, op, origin.line, component)
         self.alive[buffer] = None
