@@ -540,6 +540,7 @@ def test_a_run_in_hours_is_the_run_of_the_steps_it_fixes(tiny_run, tmp_path, sch
         assert read_metrics(timed, "step", value) == read_metrics(counted, "step", value)
 
 
+@pytest.mark.slow
 def test_a_run_in_hours_keeps_its_length_when_resumed(tiny_run, tmp_path):
     out = tmp_path / "out"
     assert tiny_run(*HOURS).returncode == 0
@@ -563,6 +564,7 @@ def test_a_run_in_hours_keeps_its_length_when_resumed(tiny_run, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_all_processes_agree_on_the_length_of_a_run_in_hours(tiny_run, tmp_path):
     done = tiny_run(*HOURS, ranks=2)
     assert done.returncode == 0, done.stderr
@@ -611,6 +613,7 @@ def large_run(tiny_dataset, tmp_path_factory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.slow
 def test_memory_taken_away_in_mid_run_shrinks_the_micro_batch_and_keeps_the_curve(
     large_run, tiny_dataset, tmp_path
 ):

@@ -28,6 +28,7 @@ def trial(size: int) -> TrialResult:
     return run_trial(SETUP, size, device="cpu", limit_bytes=LIMIT)
 
 
+@pytest.mark.slow
 def test_trial_tells_what_a_size_needs_and_a_limit_below_it_kills():
     small, large = trial(4), trial(32)
     assert 0 < small.used_bytes < small.peak_bytes < large.peak_bytes < LIMIT

@@ -76,6 +76,7 @@ def test_figures_are_those_of_the_ledger_or_of_the_simulator(told):
     assert answer["written_peak_bytes"] == write_down(Setup(TINY), 8).peak_bytes
 
 
+@pytest.mark.slow
 def test_what_is_not_written_down_is_simulated_unasked(told):
     answer = told("--compile=False", "--loss=full")
     assert answer["is_simulated"]
@@ -135,6 +136,7 @@ def test_savers_of_the_config_are_in_the_table(told):
 MODERN = ["--arch=modern", "--optimizer=muon", "--compile=False"]
 
 
+@pytest.mark.slow
 def test_modern_recipe_is_explained_as_the_plain_one_is(told, shown):
     """Counts of the real model, sizes of the simulator, and the lines of its own parts."""
     shape, learn, _ = load_config([*WORDS[:-1], *MODERN])

@@ -406,6 +406,7 @@ def test_compiled_size_that_does_not_fit_at_first_is_tried_again_later(monkeypat
     assert losses == pytest.approx(undisturbed(6), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_stage_regrows_and_keeps_the_curve():
     torch._dynamo.reset()  # other tests may have used up what it allows of recompilations
     run = Run(StagePlan(eager_size=4, compiled_size=12, compile_after=2))
