@@ -14,7 +14,7 @@ block_size = 128
 
 batch_size = 4
 gradient_accumulation_steps = 1
-max_iters = 700
+max_iters = 500
 learning_rate = 0.05
 lr_schedule = "wsd"  # so that a larger max_iters goes on as if it had been asked for at once
 decay_fraction = 0.3  # of which most is then kept

@@ -153,7 +153,7 @@ GOLDEN = {
         "bias": True,
         "optimizer": "muon",
         "muon_steps": 5,
-        "max_iters": 700,
+        "max_iters": 500,
         "learning_rate": 0.05,
         "min_lr": 0.0,
         "lr_schedule": "wsd",
