@@ -32,6 +32,7 @@ from bench.recipe_parts import SETTINGS, change_optimizer, changed_model
 from bench.recipe_report import report
 from bench.recipe_runs import (
     ARMS,
+    DTYPE,
     SEQUENCES,
     SHAPE,
     TOKENS_PER_STEP,
@@ -100,11 +101,12 @@ def _train(run: Run, folder: Path) -> dict[str, Any]:
     """Learn, by the product's own parts; CPU seconds of one thread, the optimiser's apart."""
     torch._dynamo.reset()
     shape, learn, _ = load_config(_flags(run))
-    device, ranks = describe_device("cpu", "float32"), Ranks()
+    device, ranks = describe_device("cpu", DTYPE), Ranks()
     torch.manual_seed(run.seed)
     model = changed_model(run.change, shape)
     train, val = _sequences(shape, folder, device, run.seed)
-    optimizer, scaler = build_optimizer(model, learn), device.grad_scaler()
+    optimizer = build_optimizer(model, learn, products=device.dtype)
+    scaler = device.grad_scaler()
     change_optimizer(run.change, optimizer)
     clock = _Clock(optimizer)
     compile_in_place(model)

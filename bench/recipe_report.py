@@ -36,7 +36,7 @@ from nanofit.files import atomic_write
 from nanofit.terminal import InputError, compact
 
 MOST_TOKENS, MOST_CPU = 0.5, 0.6  # targets, in units of what the tuned baseline takes
-BY_HAND = "## The demo"  # what stands from here on is kept
+BY_HAND = "## What follows from it"  # what stands from here on is kept
 
 
 @dataclass(frozen=True)
@@ -314,9 +314,9 @@ def _what_was_not_tried(results: Results) -> str:
     return "\n".join(
         [
             _paragraph(
-                "Each is one run with the first seed, at the recipe's best rate and at a quarter "
-                "of the length: a difference within twice the seeds' spread says nothing. Not "
-                "tried:"
+                "Each is one run with the first seed, at the recipe's best rate and at a "
+                "quarter of the length: a difference within twice the seeds' spread says nothing. "
+                "Not tried:"
             ),
             "",
             *([_point(f"of the changes: {'; '.join(missing)};")] if missing else []),

@@ -14,7 +14,8 @@ from nanofit.terminal import InputError
 
 FULL_STEPS, SEEDS = 3000, (1, 2, 3)
 LENGTHS = (FULL_STEPS // 4, FULL_STEPS // 2, FULL_STEPS)
-CHANGED_STEPS = LENGTHS[0]  # of runs that leave a part of the recipe out, or add one
+CHANGED_STEPS = FULL_STEPS // 4  # of runs that leave a part of the recipe out, or add one
+DTYPE = "bfloat16"  # of products, Muon's too, as on a card; weights, moments and sums are float32
 SHAPE = dict(n_layer=4, n_head=3, n_embd=192, block_size=256, vocab_size=256)
 SEQUENCES, VAL_SEQUENCES = 4, 256  # a step, and of 65,536 tokens to validate on
 TOKENS_PER_STEP = SEQUENCES * SHAPE["block_size"]
@@ -68,6 +69,7 @@ def conditions(text: str, text_bytes: int) -> dict[str, Any]:
         "shape": SHAPE,
         "sequences_per_step": SEQUENCES,
         "full_steps": FULL_STEPS,
+        "dtype": DTYPE,
         "val_sequences": VAL_SEQUENCES,
         "beta2": BETA2,
     }
@@ -140,10 +142,12 @@ def stages(results: Results) -> Iterator[list[Run]]:
     best = {arm.name: results.best_rate(arm) for arm in ARMS}
     for steps in LENGTHS[1:]:
         yield [Run(arm.name, best[arm.name], steps) for arm in reversed(ARMS)]
+    for arm in (OURS, BASELINE):
+        yield [Run(arm.name, best[arm.name], FULL_STEPS, seed) for seed in SEEDS[1:]]
     changed = partial(Run, OURS.name, best[OURS.name], CHANGED_STEPS)
     yield [
         *(changed(seed) for seed in SEEDS),
         *(changed(change=change) for change in ALL_CHANGES),
     ]
-    for arm in (OURS, BASELINE, HALF_WAY, PLAIN):
+    for arm in (HALF_WAY, PLAIN):
         yield [Run(arm.name, best[arm.name], FULL_STEPS, seed) for seed in SEEDS[1:]]
