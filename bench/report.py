@@ -1,0 +1,72 @@
+"""What the report of a long run costs: to write it, to send it, to open it.
+
+    python bench/report.py           # 250,000 steps, each told; the browser is Debian's chromium
+
+Opening is from the call to the page with all its charts drawn, the median of five in one browser.
+"""
+
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.report.stories import whole_run  # noqa: E402
+
+STEPS = 250_000
+ROUNDS = 5
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        # In a process of its own: what it takes would count as that of all started after it.
+        writer = multiprocessing.Process(target=_write, args=(metrics,))
+        writer.start()
+        writer.join()
+        started = time.monotonic()
+        command = [sys.executable, ROOT / "report.py", folder, "--quiet"]
+        _, status, usage = os.wait4(subprocess.Popen(command).pid, 0)
+        assert status == 0
+        print(f"{STEPS:,} steps, {metrics.stat().st_size / 1e6:.0f} MB of metrics.jsonl")
+        print(
+            f"write  {time.monotonic() - started:.1f} s, of them {usage.ru_utime:.1f} s computing"
+        )
+        print(f"memory {usage.ru_maxrss / 1024:.0f} MiB at its peak")
+        page = Path(folder) / "report.html"
+        print(f"page   {page.stat().st_size / 1e6:.2f} MB")
+        print(f"open   {_seconds_to_open(page):.2f} s")
+
+
+def _write(metrics: Path) -> None:
+    with metrics.open("w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in whole_run(STEPS))
+
+
+def _seconds_to_open(page: Path) -> float:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+        )
+        seconds = []
+        for _ in range(ROUNDS):
+            shown = browser.new_page()
+            started = time.monotonic()
+            shown.goto(page.as_uri())
+            shown.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+            seconds.append(time.monotonic() - started)
+            shown.close()
+        browser.close()
+    return statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""metrics.jsonl -> what a run has been through, as far as it counts.
+
+A launch that goes on from a checkpoint repeats what came after it: then the later record counts.
+"""
+
+import json
+import math
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanofit.terminal import InputError
+
+Record = dict[str, Any]
+
+WENT_BACK = {"rolled back", "went back"}  # events at the step from which all is done again
+_COMMON = {"step": int, "tokens": int, "seconds": float}
+_VALUES = {  # what a record of a kind must have to be of use
+    "run": {"settings": dict, "data": dict, "machine": dict, "plan": dict, "memory": dict},
+    "step": {"loss": float, "lr": float, "grad_norm": float, "tokens_per_s": float},
+    "eval": {"val_loss": float},
+    "event": {"name": str},
+    "sample": {"prompt": str, "text": str},
+}
+_EXPECTED = {kind: _COMMON | values for kind, values in _VALUES.items()}
+_MAY_BE_NONE = {"loss", "grad_norm", "val_loss"}  # what was no number
+_TOO_LARGE = 2**63
+_COLUMNS = (*_EXPECTED["step"], "mfu", "expected_low", "expected_high")
+
+
+class Steps:
+    """The records of steps, by column: of hundreds of thousands each value takes eight bytes.
+
+    What a record does not have, or what was no number, is nan.
+    """
+
+    def __init__(self):
+        self._columns = {name: array("d") for name in _COLUMNS}
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def __getitem__(self, name: str) -> array:
+        return self._columns[name]
+
+    def add(self, record: Record) -> None:
+        """Add a record; the steps from its own on, if there are any, were done again."""
+        if len(self) and record["step"] <= self["step"][-1]:
+            self.forget_from(record["step"])
+        for name, column in self._columns.items():
+            value = record.get(name)
+            column.append(value if _is_number(value, float) else math.nan)
+
+    def forget_from(self, step: int) -> None:
+        kept = bisect_left(self["step"], step)
+        for column in self._columns.values():
+            del column[kept:]
+
+
+@dataclass
+class History:
+    """The records of a run by kind; of steps and evaluations each once, in order."""
+
+    folder: Path
+    story: list[Record] = field(default_factory=list)  # launches and events, as they came
+    steps: Steps = field(default_factory=Steps)
+    evaluations: list[Record] = field(default_factory=list)
+    samples: list[Record] = field(default_factory=list)
+    damaged_lines: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def runs(self) -> list[Record]:
+        """One for each launch."""
+        return [record for record in self.story if record["kind"] == "run"]
+
+    @property
+    def events(self) -> list[Record]:
+        return [record for record in self.story if record["kind"] == "event"]
+
+    @property
+    def run(self) -> Record | None:
+        """The newest launch; None if the run is older than such records."""
+        return next((one for one in reversed(self.story) if one["kind"] == "run"), None)
+
+    def best(self) -> Record | None:
+        """The evaluation with the lowest loss."""
+        sound = [record for record in self.evaluations if record["val_loss"] is not None]
+        return min(sound, key=lambda record: record["val_loss"], default=None)
+
+
+def read_history(folder: Path) -> History:
+    """What a run's folder tells of it; a line that a crash cut short is counted and left out."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise InputError(
+            f"no metrics.jsonl in {folder}; give the out_dir of a run, which train.py writes to"
+        )
+    history = History(folder)
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                record = _parsed(line)
+                if record is None:
+                    history.damaged_lines += 1
+                else:
+                    _add(history, record)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})") from error
+    if not (history.story or history.steps or history.evaluations):
+        raise InputError(f"{path} has no record of a run; train first")
+    return history
+
+
+def number_in(values: Record, name: str, otherwise: float | None = None) -> float | None:
+    """A value that is a number one can reckon with; else what is given instead."""
+    value = values.get(name)
+    return value if _is_number(value, float) else otherwise
+
+
+def _parsed(line: str) -> Record | None:
+    """A record, if it is one; kinds that are not known here are a newer version's."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    for name, kind in _EXPECTED.get(record["kind"], _COMMON).items():
+        if name not in record or not _is_a(record[name], kind, name):
+            return None
+    return record
+
+
+def _is_a(value: Any, kind: type, name: str) -> bool:
+    if value is None:
+        return name in _MAY_BE_NONE
+    return _is_number(value, kind) if kind in (int, float) else isinstance(value, kind)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return type(value) in (int, kind) and abs(value) < _TOO_LARGE  # nor is it nan
+
+
+def _add(history: History, record: Record) -> None:
+    kind, step = record["kind"], record["step"]
+    if kind == "run" or (kind == "event" and record["name"] in WENT_BACK):
+        history.steps.forget_from(step)
+        for records in (history.evaluations, history.samples):
+            records[:] = [one for one in records if one["step"] < step]
+    if kind == "step":
+        history.steps.add(record)
+    elif kind in ("run", "event"):
+        history.story.append(record)
+    elif kind == "eval":
+        history.evaluations.append(record)
+    elif kind == "sample":
+        history.samples.append(record)
