@@ -1,6 +1,11 @@
 """sample.py as its user calls it, from a checkpoint alone."""
 
+import os
+import re
+import select
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,13 @@ from nanofit.settings.config import flatten
 from nanofit.settings.shape import GPTConfig
 from tests import processes
 from tests.conftest import PROJECT
+
+if sys.platform != "win32":
+    import fcntl
+    import pty
+    import termios
+
+CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +51,59 @@ def test_samples_are_numbered_and_the_second_is_that_of_the_next_seed(run_folder
     assert second == sample(*flags, "--seed=11").stdout
 
 
+def test_a_sample_is_that_of_its_seed_whatever_it_is_computed_with(run_folder):
+    flags = [f"--out_dir={run_folder}", "--max_new_tokens=8", "--repetition_penalty=1.2"]
+    several = sample(*flags, "--num_samples=18", "--seed=5").stdout  # more than fit at once
+    pieces = re.split(r"--- sample \d+ of 18, seed (\d+)\n", several)
+    texts = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+    assert list(texts) == [str(seed) for seed in range(5, 23)]
+    assert len(set(texts.values())) == 18
+    for seed in ("5", "9", "22"):
+        assert texts[seed] == sample(*flags, f"--seed={seed}").stdout
+
+
+def test_chat_goes_on_line_by_line_through_a_pipe(run_folder):
+    flags = [f"--out_dir={run_folder}", "--max_new_tokens=6", "--seed=3"]
+    lines = "Once upon\n\n/retry\n/bogus\n/reset\nOnce upon\n/quit\nno more\n"
+    done = sample(*flags, "--chat", stdin=lines)
+    assert done.returncode == 0, done.stderr
+    first, second, again, anew, nothing = done.stdout.split("\n")
+    assert sample(*flags, "--start=Once upon").stdout == f"Once upon{first}\n"
+    assert len({first, second, again, anew}) == 4 and nothing == ""
+    opening, unknown, forgotten = done.stderr.splitlines()
+    assert "you write, it goes on" in opening
+    assert "no command /bogus" in unknown and "forgotten" in forgotten
+    assert sample(*flags, "--chat", "--start=Once upon").stdout == f"Once upon{first}\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such terminals")
+def test_chat_on_a_terminal_is_stopped_by_ctrl_c_and_ended_by_ctrl_d(run_folder):
+    # The likeliest tokens of this model end no document: it would go on for ever.
+    flags = ["--chat", "--max_new_tokens=1000000", "--temperature=0"]
+    words = [f"--out_dir={run_folder}", *flags]
+    with Terminal([sys.executable, PROJECT / "sample.py", *words]) as terminal:
+        assert "you write, it goes on" in terminal.read_until("> ")
+        terminal.type("Once\n")
+        terminal.read_some(2000)
+        terminal.type(CTRL_C)
+        terminal.read_until("\n> ")
+        terminal.type("half a line" + CTRL_C)
+        terminal.read_until("\n> ")
+        terminal.type("/help\n")
+        assert "32 tokens at most" in terminal.read_until("\n> ")
+        terminal.type(UP)  # the line before: there is a history
+        terminal.read_until("/help")
+        terminal.type("\n")
+        assert "32 tokens at most" in terminal.read_until("\n> ")
+        terminal.type("\n")
+        terminal.read_some(2000)
+        terminal.type(CTRL_C)
+        terminal.read_until("\n> ")
+        terminal.type(CTRL_D)
+        assert terminal.process.wait(60) == 0
+    assert "Traceback" not in terminal.shown and "interrupted" not in terminal.shown
+
+
 def test_prompt_may_come_from_a_file_or_from_standard_input(run_folder, tmp_path):
     flags = [f"--out_dir={run_folder}", "--max_new_tokens=4"]
     (tmp_path / "prompt.txt").write_text("Once upon a time\n")
@@ -56,6 +121,9 @@ def test_prompt_may_come_from_a_file_or_from_standard_input(run_folder, tmp_path
         (["--temperature=nan"], "nan is less than 0"),
         (["--device=foo"], "device = 'foo' is none of"),
         (["--start=FILE:nowhere.txt"], "cannot read the prompt"),
+        (["--repetition_penalty=0"], "0 is less than 0.01"),
+        (["--chat", "--start=-"], "--chat reads standard input itself"),
+        (["--chat", "--num_samples=2"], "--chat writes one text"),
     ],
 )
 def test_bad_input_is_told_in_a_line(run_folder, flags, message):
@@ -63,6 +131,53 @@ def test_bad_input_is_told_in_a_line(run_folder, flags, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+class Terminal:
+    """A process on a terminal of its own, whose keys it gets as a person's."""
+
+    def __init__(self, command):
+        self._ours, theirs = pty.openpty()
+        self.shown = ""
+        self.process = processes.start(
+            command,
+            env={**os.environ, "TERM": "xterm"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+        )
+        os.close(theirs)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_) -> None:
+        processes.end(self.process)
+        os.close(self._ours)
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def read_until(self, ending: str) -> str:
+        """What is shown until it ends like this and then waits."""
+        return self._read(lambda new: new.endswith(ending) and not self._is_ready(0.2))
+
+    def read_some(self, characters: int) -> str:
+        return self._read(lambda new: len(new) >= characters)
+
+    def _read(self, is_enough: Callable[[str], bool]) -> str:
+        content, new = b"", ""
+        while not is_enough(new):
+            assert self._is_ready(120), f"nothing more after\n{self.shown}"
+            content += os.read(self._ours, 65536)
+            new = re.sub(r"\x1b\[\??\w+|\r", "", content.decode(errors="replace"))
+        self.shown += new
+        return new
+
+    def _is_ready(self, within_s: float) -> bool:
+        ready, _, _ = select.select([self._ours], [], [], within_s)
+        return bool(ready)
 
 
 def sample(*flags: str, stdin: str = "") -> subprocess.CompletedProcess:

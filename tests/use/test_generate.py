@@ -10,6 +10,7 @@ from nanofit.settings.shape import GPTConfig
 from nanofit.use.generate import choose_token, generate
 
 GREEDY = partial(choose_token, temperature=0)
+DRAWS = 4000
 
 
 @pytest.mark.parametrize("prompt_length", [1, 5, 30])
@@ -62,6 +63,56 @@ def test_only_the_likeliest_tokens_are_drawn_and_as_often_as_they_should(options
     kept[list(allowed)] = probabilities[list(allowed)]
     frequencies = drawn.bincount(minlength=4) / len(drawn)
     torch.testing.assert_close(frequencies, kept / kept.sum(), atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.3, 5.0])
+def test_repetition_penalty_is_that_of_transformers(penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits, before = 3 * torch.randn(4, 50), torch.randint(0, 50, (4, 30))
+    penalised = RepetitionPenaltyLogitsProcessor(penalty)(before, logits.clone())
+    chosen = choose_token(logits, before, temperature=0, repetition_penalty=penalty)
+    assert torch.equal(chosen, penalised.argmax(-1))
+    for row in range(4):
+        of_row = partial(choose_token, before=before[row].expand(DRAWS, -1))
+        choose = partial(of_row, repetition_penalty=penalty)
+        assert_drawn_as_often(choose, logits[row], penalised[row])
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("top_k", [None, 1, 5])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_filters_leave_what_those_of_transformers_leave(top_p, top_k, temperature):
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 2 * torch.randn(4, 20)
+    filtered = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k is not None:
+        filtered = TopKLogitsWarper(top_k)(None, filtered)
+    filtered = TopPLogitsWarper(top_p)(None, filtered)
+    options = {"top_p": top_p, "top_k": top_k, "temperature": temperature}
+    for row in range(4):
+        assert_drawn_as_often(partial(choose_token, **options), logits[row], filtered[row])
+
+
+def assert_drawn_as_often(choose, logits, expected) -> None:
+    """By a choice from logits as by the softmax of others: never what has no probability there."""
+    frequencies = choose(logits.expand(DRAWS, -1)).bincount(minlength=len(logits)) / DRAWS
+    probabilities = expected.softmax(-1)
+    assert not frequencies[probabilities == 0].any()
+    torch.testing.assert_close(frequencies, probabilities, atol=0.04, rtol=0)
+
+
+def test_what_is_drawn_for_a_row_depends_on_its_own_generator_alone():
+    logits = torch.randn(5, 40)
+
+    def drawn(rows):
+        generators = [torch.Generator().manual_seed(row) for row in rows]
+        return [choose_token(logits[rows], generator=generators) for _ in range(20)]
+
+    together, apart = drawn([0, 1, 2, 3, 4]), drawn([3, 1])
+    assert [one[[3, 1]].tolist() for one in together] == [one.tolist() for one in apart]
+    assert len({one[0].item() for one in together}) > 5
 
 
 def test_temperature_sharpens():
