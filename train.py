@@ -10,17 +10,20 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from nanofit.settings.config import RunConfig, TrainConfig, answer_help, load_config
+from nanofit.settings.config import RunConfig, Settings, TrainConfig, answer_help, load_config
 
 if __name__ == "__main__":
     answer_help(sys.argv, __doc__)  # before torch is loaded, which takes seconds
 
 from nanofit.learning.optim import decay_start, lr_at
 from nanofit.machine.dist import Ranks, start_ranks
+from nanofit.machine.memory import is_out_of_memory
 from nanofit.run import checkpoint
 from nanofit.run.checkpoint import Progress
 from nanofit.run.launch import Launch, launch
 from nanofit.run.length import fix_length
+from nanofit.run.lock import only_run_in_folder
+from nanofit.run.metrics import Log
 from nanofit.run.recovery import (
     how_to_continue,
     kept_without_room,
@@ -28,23 +31,31 @@ from nanofit.run.recovery import (
     recover,
     review,
     save,
+    settle,
     shortage_in_one_line,
     take_step,
+    tell_saves,
 )
-from nanofit.run.stop import Stop, watch_for_stop
-from nanofit.settings.shape import GPTConfig
+from nanofit.run.signals import Requests, watch_for_requests
 from nanofit.terminal import run_script
+from nanofit.use.samples import take_samples
 
 
 def main(argv: list[str]) -> None:
-    shape, learn, run = load_config(argv)
-    with shortage_in_one_line(run), start_ranks(run.backend) as ranks, watch_for_stop() as stop:
-        train(shape, learn, run, ranks, stop)
+    settings = load_config(argv)
+    run = settings.run
+    with (
+        shortage_in_one_line(run),
+        start_ranks(run.backend) as ranks,
+        only_run_in_folder(run, ranks),
+        watch_for_requests() as requests,
+    ):
+        train(settings, ranks, requests)
 
 
-def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, stop: Stop) -> None:
+def train(settings: Settings, ranks: Ranks, requests: Requests) -> None:
     """Start or continue a run and carry it to its end, or to the step at which it is stopped."""
-    launched = launch(shape, learn, run, ranks)
+    launched, run = launch(settings, ranks), settings.run
     if launched is None:  # the run is complete
         return
     started, progress = launched
@@ -52,33 +63,36 @@ def train(shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks, st
         ranks.say(line)
     if run.eval_only:
         ranks.say(f"validation loss {started.validate(started.fit.eager.size):.4f}")
-    elif carry_on(started, progress, stop):
+    elif carry_on(started, progress, requests):
         ranks.say(f"stopped on request; {how_to_continue(run)} continues the run")
 
 
-def carry_on(launch: Launch, progress: Progress, stop: Stop) -> bool:
+def carry_on(launch: Launch, progress: Progress, requests: Requests) -> bool:
     """Learn step by step, from where the run is, until its end; True if it was stopped before."""
     run, ranks = launch.run, launch.ranks
     if ranks.is_main:
         launch.checkpoints.prepare_folder(progress.step)
-    with launch.open_log(progress) as log:
+    with launch.open_log(progress) as log, launch.saver:
+        on_disk = progress.step or None
+        log.event(progress.step, "resumed" if on_disk else "started", **launch.fit.told())
         stages = launch.begin_stages(progress, log.event)
-        log.event(progress.step, "resumed" if progress.step else "started", **launch.fit.told())
         while True:
-            step, stopping = progress.step, ranks.any(stop.requested)
+            step, stopping = progress.step, ranks.any(requests.is_end_asked)
             ending = stopping or step == launch.learn.max_iters
-            progress = replace(progress, seconds=log.seconds, stage=stages.stage)
+            progress = replace(progress, seconds=log.seconds, **stages.reached)
+            tell_saves(launch, log)
             if ranks.any(log.diverged(look=ending or is_kept(step, launch.learn, run))):
                 progress = recover(launch, log, progress)
+                on_disk = progress.step
                 continue
-            if ending or (run.always_save_checkpoint and due(run.save_every, step)):
-                save(launch, log, progress, must_succeed=ending)
-            if step == stable_end(launch.learn):
-                save(launch, log, progress, name=checkpoint.STABLE)
+            if step != on_disk:  # what was read is not written again
+                keep(launch, log, progress, is_last=ending, is_asked=requests.take_save())
             if not stopping and (ending or due(run.eval_interval, step)):
                 with kept_without_room(launch, log, progress):
                     val_loss = stages.evaluate(step, launch.validate)
                 progress = review(launch, log, progress, val_loss)
+            if run.sample_every and not stopping and (ending or due(run.sample_every, step)):
+                show_samples(launch, log, step)
             if ending:
                 break
             batches = launch.batches(progress)
@@ -87,14 +101,40 @@ def carry_on(launch: Launch, progress: Progress, stop: Stop) -> bool:
                 results = take_step(stages, step, partial(launch.attempt, step, batches))
             if results is None:
                 progress = put_back(launch, log)
+                on_disk = progress.step
                 continue
             log.stepped(step, *results, lr_at(step, launch.learn))
             progress = replace(progress, step=step + 1)
             launch = fix_length(launch, log, step)
+        settle(launch, log)
         log.event(step, "stopped" if stopping else "finished")
         for line in stages.table():
             log.say(line)
     return stopping
+
+
+def keep(launch: Launch, log: Log, progress: Progress, *, is_last: bool, is_asked: bool) -> None:
+    """Save the run if that is due: what can be extended from under a name of its own."""
+    run, step = launch.run, progress.step
+    is_due = run.always_save_checkpoint and due(run.save_every, step)
+    if step == stable_end(launch.learn):
+        save(launch, log, progress, name=checkpoint.STABLE, is_last=is_last)
+    elif is_due or is_last or is_asked:
+        save(launch, log, progress, is_last=is_last)
+
+
+def show_samples(launch: Launch, log: Log, step: int) -> None:
+    """Tell what the model writes by now; for lack of memory a run does not end here."""
+    if not launch.ranks.is_main:
+        return
+    try:
+        model, seed = launch.learner.model, launch.learn.seed
+        for prompt, text in take_samples(model, launch.run.prompts, launch.device, seed=seed):
+            log.sampled(step, prompt, text)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        log.tell(step, "no sample: out of memory", is_warning=True)
 
 
 def due(interval: int, step: int) -> bool:

@@ -36,7 +36,8 @@ class Progress:
     best_val_loss: float = float("inf")
     seconds: float = 0.0
     rollbacks: tuple[tuple[int, int], ...] = ()  # (step gone back to, steps of data left out)
-    stage: str = "eager"  # as in nanofit/run/stages.py
+    stage: str = "eager"  # of the step before, as in nanofit/run/stages.py
+    compile_at: int | None = None  # the step of the next try, if one was put off
 
     @property
     def data_step(self) -> int:
@@ -85,6 +86,7 @@ class Checkpoints:
         """
         numbered = self.folder / f"ckpt-{content['iter_num']:08d}.pt"
         path = self.folder / name if name else numbered
+        self.folder.mkdir(parents=True, exist_ok=True)  # should somebody have removed it
         with atomic_write(path) as temporary, temporary.open("wb") as file:
             torch.save(content, file)
         if not numbered.exists():
@@ -124,6 +126,25 @@ class Checkpoints:
         return [*self.newest_first(), *(path for path in named if path.exists())]
 
 
+def best_checkpoint(folder: Path) -> Path:
+    """The checkpoint of a run that is worth most: its best, else its newest, else nanoGPT's."""
+    for path in (folder / BEST, *Checkpoints(folder).newest_first(), folder / "ckpt.pt"):
+        if path.exists():
+            return path
+    raise InputError(f"no checkpoint in {folder}; train first, or give a checkpoint file itself")
+
+
+def is_damaged(path: Path) -> bool:
+    """Whether what is read differs from what was written; torch.load checks no CRC."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is not None
+    except zipfile.BadZipFile:
+        return True
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror})") from error
+
+
 def pack(
     model: GPT,
     optimizer: torch.optim.Optimizer,
@@ -131,6 +152,8 @@ def pack(
     progress: Progress,
     *,
     config: dict[str, Any],
+    data: dict[str, Any] | None = None,
+    machine: dict[str, Any] | None = None,
     fit: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything needed to go on, or to sample, as plain containers and tensors."""
@@ -142,6 +165,8 @@ def pack(
         "scaler": scaler.state_dict(),
         "model_args": flatten(model.config),
         "config": config,
+        "data": data,  # by what the bins can be told from others
+        "machine": machine,
         "fit": fit,  # what the machine was found to bear; the next one is asked anew
         "iter_num": progress.step,
         "sequences_seen": progress.step * sequences_per_step,
@@ -149,6 +174,7 @@ def pack(
         "seconds": progress.seconds,
         "rollbacks": progress.rollbacks,
         "stage": progress.stage,
+        "compile_at": progress.compile_at,
         "tokenizer": "gpt2",
         "torch": str(torch.__version__),
     }
@@ -171,7 +197,39 @@ def unpack(
         seconds=content["seconds"],
         rollbacks=content.get("rollbacks", ()),
         stage=content.get("stage", "eager"),
+        compile_at=content.get("compile_at"),
     )
+
+
+def changed_data(content: dict[str, Any], data: dict[str, Any]) -> dict[str, str]:
+    """In which splits a run would go on with other tokens than it had, and what tells them apart.
+
+    A checkpoint that is older than such marks tells nothing.
+    """
+    changed = {}
+    for split, now in data.items():
+        was = (content.get("data") or {}).get(split)
+        if was is None:
+            continue
+        if was["tokens"] != now["tokens"]:
+            changed[split] = f"{now['tokens']:,} tokens instead of {was['tokens']:,}"
+        elif was["sample"] != now["sample"] or _differ(was["digests"], now["digests"]):
+            changed[split] = "as many tokens, but other ones"
+    return changed
+
+
+def changed_machine(content: dict[str, Any], machine: dict[str, Any]) -> dict[str, str]:
+    """What a run goes on with that it did not have; that may change, but explains rounding."""
+    was = content.get("machine") or {}
+    return {
+        name: f"{now}, before {was[name]}"
+        for name, now in machine.items()
+        if name in was and was[name] != now
+    }
+
+
+def _differ(one: list[str] | None, other: list[str] | None) -> bool:
+    return one is not None and other is not None and one != other
 
 
 def with_length(content: dict[str, Any] | None, learn: TrainConfig) -> TrainConfig:
@@ -230,15 +288,7 @@ def _step_within(path: Path) -> float:
 
 def _read_whole(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
     """A checkpoint's content; None, and a word about it, if the file is damaged."""
-    try:
-        # torch.load checks no CRC: a flipped bit would load silently.
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip() is not None
-    except zipfile.BadZipFile:
-        damaged = True
-    except OSError as error:
-        raise InputError(f"cannot read {path} ({error.strerror})") from error
-    if damaged:
+    if is_damaged(path):
         say(f"{path} is damaged; trying the one before it")
         return None
     content = read_checkpoint(path, mmap=False)

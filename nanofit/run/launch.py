@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +28,13 @@ from nanofit.outlook.forecast import Forecast, predicted_tokens_per_s, step_of
 from nanofit.outlook.scaling import Band, recipe_of
 from nanofit.run import checkpoint
 from nanofit.run.checkpoint import Checkpoints, Progress
-from nanofit.run.metrics import Log, WandbSink
+from nanofit.run.metrics import Log, has_ended
+from nanofit.run.record import described
+from nanofit.run.saving import Saver
 from nanofit.run.spikes import watch_for_spikes
 from nanofit.run.stages import Stages
-from nanofit.settings.config import ENDLESS, RunConfig, TrainConfig, flatten
+from nanofit.run.trackers import Sink, open_sinks
+from nanofit.settings.config import ENDLESS, RunConfig, Settings, TrainConfig, flatten
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, compact
 
@@ -48,17 +51,26 @@ class Learner(NamedTuple):
 class Launch:
     """All that a run has from its launch on. Of it only the length may change, once."""
 
-    shape: GPTConfig  # as it was asked for; the model's own may come from a checkpoint
-    learn: TrainConfig
-    run: RunConfig
+    settings: Settings  # as asked for; the model's own shape may come from a checkpoint
     device: Device
     ranks: Ranks
     checkpoints: Checkpoints
+    saver: Saver
     learner: Learner
     train_data: TrainSequences
     val_data: ValSequences
     fit: Fit
     forecast: Forecast
+    identity: dict[str, Any]  # of the data, by split
+    changes: dict[str, dict[str, str]]  # what a continued run has that it had not, by event
+
+    @property
+    def learn(self) -> TrainConfig:
+        return self.settings.learn
+
+    @property
+    def run(self) -> RunConfig:
+        return self.settings.run
 
     def opening(self) -> Iterator[str]:
         """Everything derived from the settings, before anything is spent."""
@@ -83,15 +95,19 @@ class Launch:
             seconds_before=progress.seconds,
             watch=watch_for_spikes(self.run.on_spike, self.learner.optimizer, self.learner.scaler),
             peek=self.device.peek,
-            sinks=self._trackers(),
+            bytes_per_token=self.val_data.bins.bytes_per_token,
+            sinks=self._sinks(progress.step),
         )
         log.expect(self.normal_losses)
+        log.began(progress.step, described(self))
+        for name, details in self.changes.items():
+            log.event(progress.step, name, **details)
         return log
 
     def begin_stages(self, progress: Progress, event: Callable[..., None]) -> Stages:
         """How the run computes: in eager first, or as it did when it was last saved."""
         run, model = self.run, self.learner.model
-        return Stages(
+        stages = Stages(
             model,
             self.fit.plan(run.compile_after if run.compile else None),
             sizes_for(share_of_rank(self.learn, self.ranks)),
@@ -101,7 +117,21 @@ class Launch:
             undo=UpdateUndo(self.learner.optimizer, self.device.memory()),
             event=event,
             reached=progress.stage,
+            compile_at=progress.compile_at,
         )
+        stages.begin(progress.step, self.batches(progress))
+        return stages
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What may differ in rounding from others."""
+        device = self.device
+        return {
+            "device": device.name,
+            "precision": device.precision,
+            "processes": self.ranks.world,
+            "torch": str(torch.__version__),
+        }
 
     def batches(self, progress: Progress) -> Callable[[int], Iterator[MicroBatch]]:
         """The sequences of the coming step, by the size of micro-batch they are to be cut into."""
@@ -158,6 +188,10 @@ class Launch:
             of_adamw = ", ".join(f"{kind} {rate:.3g}" for kind, rate in rates)
             yield f"rates   matrices {self.learn.learning_rate:.3g} by Muon; by AdamW {of_adamw}"
 
+    def _sinks(self, step: int) -> tuple[Sink, ...]:
+        config = flatten(self.learner.model.config, self.learn, self.run)
+        return tuple(open_sinks(self.run, config, step)) if self.ranks.is_main else ()
+
     def _length(self) -> str:
         steps, sequences = self.learn.max_iters, self.learn.sequences_per_step
         if steps == ENDLESS:
@@ -166,55 +200,75 @@ class Launch:
         epochs = steps * sequences / self.train_data.blocks_per_epoch
         return f"{steps} steps, {compact(tokens)} tokens, {epochs:.3g} epochs"
 
-    def _trackers(self) -> tuple[WandbSink, ...]:
-        run = self.run
-        if not (run.wandb_log and self.ranks.is_main):
-            return ()
-        folder = Path(run.out_dir)
-        name = run.wandb_run_name or folder.resolve().name
-        config = flatten(self.learner.model.config, self.learn, run)
-        return (WandbSink(run.wandb_project, name, config, folder, say=print),)
 
-
-def launch(
-    shape: GPTConfig, learn: TrainConfig, run: RunConfig, ranks: Ranks
-) -> tuple[Launch, Progress] | None:
+def launch(settings: Settings, ranks: Ranks) -> tuple[Launch, Progress] | None:
     """Start a run or continue the one in its folder; None if that is complete."""
-    share_of_rank(learn, ranks)
-    device = describe_device(run.device, run.dtype, local_rank=ranks.local_rank)
+    run = settings.run
+    share_of_rank(settings.learn, ranks)
+    device = describe_device(
+        run.device, run.dtype, local_rank=ranks.local_rank, deterministic=run.deterministic
+    )
     _prepare_if_needed(run.data_dir, ranks)
     checkpoints = Checkpoints(Path(run.out_dir), run.keep_checkpoints)
-    saved = _find_saved(checkpoints, shape, learn, run, ranks)
-    learn = checkpoint.with_length(saved, learn)
-    model = build_model(shape, learn, run, saved)
-    train_data, val_data = _open_data(model.config, learn, run, device)
-    if saved and saved["iter_num"] >= learn.max_iters and not run.eval_only:
+    saved = _find_saved(checkpoints, settings, ranks)
+    learn = checkpoint.with_length(saved, settings.learn)
+    settings = settings._replace(learn=learn)
+    model = build_model(settings, saved)
+    used = settings._replace(shape=model.config)  # weights may come with another
+    train_data, val_data = _open_data(used, device)
+    is_over = saved and saved["iter_num"] >= learn.max_iters and not run.eval_only
+    if is_over and has_ended(Path(run.out_dir), saved["iter_num"]):
         ranks.say(
             f"the run is complete at step {saved['iter_num']}; extend it with a larger --max_iters"
         )
         return None
+    identity = {"train": train_data.bins.identity(), "val": val_data.bins.identity()}
+    changed = _check_data(saved, identity, run) if saved else {}
     share_compile_cache()
-    fit = find_fit(model.config, learn, run, device, ranks)
+    fit = find_fit(used, device, ranks)
     learner = _put_on_device(model, learn, fit, device, ranks)
     progress = checkpoint.unpack(saved, *learner) if saved else Progress()
+    if "val" in changed:  # a loss on other text is no better and no worse
+        progress = replace(progress, best_val_loss=float("inf"))
     if not ranks.agree(progress.step):
         raise InputError(
             f"the processes found different checkpoints in {run.out_dir}; "
             "it must be a folder that all machines see"
         )
-    return Launch(
-        shape=shape,
-        learn=learn,
-        run=run,
+    launched = Launch(
+        settings=settings,
         device=device,
         ranks=ranks,
         checkpoints=checkpoints,
+        saver=Saver(checkpoints.save, may_copy=_has_two_memories(device)),
         learner=learner,
         train_data=train_data,
         val_data=val_data,
         fit=fit,
-        forecast=_forecast(model, learn, run, device, ranks, len(train_data.bins), fit),
-    ), progress
+        forecast=_forecast(used, device, ranks, len(train_data.bins), fit),
+        identity=identity,
+        changes={"data changed": changed} if changed else {},
+    )
+    if saved and (machine := checkpoint.changed_machine(saved, launched.machine)):
+        launched.changes["machine changed"] = machine
+    return launched, progress
+
+
+def _has_two_memories(device: Device) -> bool:
+    """Whether a copy in the host's memory takes nothing from what the run may use."""
+    return device.type != "cpu" or not device.memory().can_run_out()
+
+
+def _check_data(saved: dict[str, Any], identity: dict[str, Any], run: RunConfig) -> dict[str, str]:
+    """What a run would learn from now on that it did not before; refused unless that was said."""
+    changed = checkpoint.changed_data(saved, identity)
+    if changed and not run.accept_new_data:
+        told = "; ".join(f"{split}: {how}" for split, how in changed.items())
+        raise InputError(
+            f"{run.out_dir} holds a run on other data than {run.data_dir} has now ({told}); put "
+            "the old back, or go on with the new on purpose by --accept_new_data=True"
+        )
+    return changed
 
 
 def share_of_rank(learn: TrainConfig, ranks: Ranks) -> int:
@@ -228,10 +282,9 @@ def share_of_rank(learn: TrainConfig, ranks: Ranks) -> int:
     return share
 
 
-def build_model(
-    shape: GPTConfig, learn: TrainConfig, run: RunConfig, saved: dict[str, Any] | None = None
-) -> GPT:
+def build_model(settings: Settings, saved: dict[str, Any] | None = None) -> GPT:
     """The model of a run as it begins, in the host's memory."""
+    shape, learn, run = settings
     torch.manual_seed(learn.seed)
     if saved:
         return GPT(GPTConfig(**saved["model_args"]), loss=run.loss)
@@ -264,13 +317,10 @@ def _prepare_if_needed(folder: Path, ranks: Ranks) -> None:
 
 
 def _find_saved(
-    checkpoints: Checkpoints,
-    shape: GPTConfig,
-    learn: TrainConfig,
-    run: RunConfig,
-    ranks: Ranks,
+    checkpoints: Checkpoints, settings: Settings, ranks: Ranks
 ) -> dict[str, Any] | None:
     """The checkpoint to continue from; None for a new run."""
+    shape, learn, run = settings
     if run.init_from not in ("auto", "resume"):
         if checkpoints.exist() and not run.eval_only:
             raise InputError(
@@ -285,9 +335,8 @@ def _find_saved(
     return checkpoints.load(shape, learn, ranks.say)
 
 
-def _open_data(
-    shape: GPTConfig, learn: TrainConfig, run: RunConfig, device: Device
-) -> tuple[TrainSequences, ValSequences]:
+def _open_data(settings: Settings, device: Device) -> tuple[TrainSequences, ValSequences]:
+    shape, learn, run = settings
     train_bins, val_bins = open_bins(
         run.data_dir, block_size=shape.block_size, vocab_size=shape.vocab_size
     )
@@ -321,19 +370,14 @@ def _put_on_device(
 
 
 def _forecast(
-    model: GPT,
-    learn: TrainConfig,
-    run: RunConfig,
-    device: Device,
-    ranks: Ranks,
-    unique_tokens: int,
-    fit: Fit,
+    settings: Settings, device: Device, ranks: Ranks, unique_tokens: int, fit: Fit
 ) -> Forecast:
     """What the run will cost and give, as far as that is known before it starts."""
-    tokens_per_step = learn.sequences_per_step * model.config.block_size
+    shape, learn, run = settings
+    tokens_per_step = learn.sequences_per_step * shape.block_size
     card = known_card(device.name) if device.dtype != torch.float32 else None
     step = step_of(
-        model.config,
+        shape,
         run.loss,
         micro_batch_size=(fit.compiled or fit.eager).size,
         sequences_per_step=learn.sequences_per_step // ranks.world,
@@ -345,14 +389,12 @@ def _forecast(
         steps = int(learn.hours * 3600 * (tokens_per_s or 0) / tokens_per_step)
     is_new = run.init_from in ("auto", "resume", "scratch")  # what has learned before has no law
     return Forecast(
-        parameters=model.config.law_parameters,
+        parameters=shape.law_parameters,
         steps=steps,
         tokens_per_step=tokens_per_step,
         decay_end=learn.lr_decay_iters if learn.decay_lr else None,
         unique_tokens=unique_tokens,
         tokens_per_s=tokens_per_s,
         watts=card and card.watts * ranks.world,
-        recipe=recipe_of(model.config.arch, learn.optimizer, model.config.vocab_size)
-        if is_new
-        else None,
+        recipe=recipe_of(shape.arch, learn.optimizer, shape.vocab_size) if is_new else None,
     )

@@ -16,7 +16,7 @@ def fix_length(launch: Launch, log: Log, step: int) -> Launch:
         return launch
     learn = end_in(_steps_left(launch, log), step + 1, launch.learn)
     log.event(step + 1, "length fixed", max_iters=learn.max_iters, hours=learn.hours)
-    fixed = replace(launch, learn=learn)
+    fixed = replace(launch, settings=launch.settings._replace(learn=learn))
     log.expect(fixed.normal_losses, last_step=learn.max_iters)
     return fixed
 

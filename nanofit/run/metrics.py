@@ -1,4 +1,4 @@
-"""Loss, tokens/s, MFU -> the console, metrics.jsonl, Weights & Biases.
+"""Loss, tokens/s, MFU -> the console, metrics.jsonl, and whoever else is to know.
 
 Only here are numbers read from the device: when a line is due, or without waiting for them.
 """
@@ -17,12 +17,14 @@ from torch import Tensor
 from nanofit.machine.device import Peek
 from nanofit.outlook.scaling import Band
 from nanofit.run.spikes import LossWatch, SkipWatch
+from nanofit.run.trackers import Sink
 from nanofit.run.words import changed_numbers, is_warning, sentence
 from nanofit.terminal import Progress, compact
 
 LIVE_S = 1.0  # between looks at the loss for the live line
 WARNING = "yellow"
 TIMED_STEPS = 10  # that tell the speed of a run
+_TAIL_BYTES = 2**20  # of the records, in which the newest are
 OUTSIDE_EVALUATIONS = 3  # in a row, before it is called unusual
 CAUSES = {
     "above": "a changed effective batch, a learning rate too high or too low, text without "
@@ -48,14 +50,17 @@ class Log:
         seconds_before: float = 0.0,
         watch: LossWatch | SkipWatch | None = None,
         peek: Callable[[Tensor], Peek] | None = None,
-        sinks: tuple = (),
+        bytes_per_token: float | None = None,
+        sinks: Sequence[Sink] = (),
     ):
         self._is_main, self._interval = is_main, log_interval
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._peak_flops, self._sinks = peak_flops, sinks
+        self._bytes_per_token = bytes_per_token  # of the text to validate on
         self._started = time.monotonic() - seconds_before
         self._mark = (first_step, time.monotonic())
-        self._file = _open_records(folder / "metrics.jsonl") if is_main else None
+        self._path = folder / "metrics.jsonl"
+        self._file = _open_records(self._path) if is_main else None
         self.divergence: str | None = None  # in words, once it is certain
         self.is_suspect = False
         self._watch, self._unseen = watch or LossWatch(), None
@@ -79,6 +84,7 @@ class Log:
         self._progress.__exit__(*error)
         for sink in self._sinks:
             sink.close()
+            self._pass_on(sink)
         if self._file:
             with suppress(OSError):  # what a full disk has not taken by now is lost
                 self._file.close()
@@ -180,11 +186,19 @@ class Log:
         """The run was put back to where it was sound."""
         self.divergence, self.is_suspect, self._unseen = None, False, None
 
+    def began(self, step: int, described: dict[str, Any]) -> None:
+        """Record what is launched."""
+        self._write("run", step, step, described)
+
     def evaluated(self, step: int, val_loss: float) -> None:
-        band = self._expected(step)
-        self._write("eval", step, step, {"val_loss": val_loss} | _band_values(band))
+        band, values = self._expected(step), {"val_loss": val_loss}
         told = f"{val_loss:.4f}"
-        self.tell(step, f"validation loss {told}{_band_text(band)}", bold=[told])
+        line = f"validation loss {told}{_band_text(band)}"
+        if self._bytes_per_token:
+            values["bits_per_byte"] = val_loss / math.log(2) / self._bytes_per_token
+            line += f"  {values['bits_per_byte']:.4f} bits a byte"
+        self._write("eval", step, step, values | _band_values(band))
+        self.tell(step, line, bold=[told])
         self._judge(step, val_loss, band)
         self.restart_clock(step)
 
@@ -199,6 +213,13 @@ class Log:
             where = "above" if side > 0 else "below"
             self.event(step, f"loss {where} what is normal", causes=CAUSES[where])
 
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        """Keep a text that the model wrote; show how it begins."""
+        self._write("sample", step, step, {"prompt": prompt, "text": text})
+        begin, *more = (prompt + text).strip().splitlines() or [""]
+        self.tell(step, f"sample  {begin}{' ...' if more else ''}")
+        self.restart_clock(step)
+
     def event(self, step: int, name: str, **details: Any) -> None:
         """Something happened that explains the curve or the speed."""
         self._write("event", step, step, {"name": name, **details})
@@ -209,6 +230,11 @@ class Log:
         self.restart_clock(step)
         self._progress.restart_clock()
         self._timed = None
+
+    def note(self, step: int, name: str, **details: Any) -> None:
+        """Something happened beside the run, which went on meanwhile."""
+        self._write("event", step, step, {"name": name, **details})
+        self.tell(step, sentence(name, details))
 
     def restart_clock(self, step: int) -> None:
         """Leave what was done since the last step out of the speed."""
@@ -236,6 +262,7 @@ class Log:
         assert not record.keys() & values.keys(), "a detail must not replace what every record has"
         record |= {name: _json_value(value) for name, value in values.items()}
         try:
+            self._keep_in_place()
             self._file.write(json.dumps(record) + "\n")  # json writes floats as repr does: in full
             self._file.flush()
         except OSError as error:  # it stays in the buffer, to be written when there is space
@@ -243,33 +270,42 @@ class Log:
             self._progress.line(told, style=WARNING)
         for sink in self._sinks:
             sink.write(record)
+            self._pass_on(sink)
+
+    def _keep_in_place(self) -> None:
+        """Begin the file anew if somebody has removed it."""
+        if self._path.exists():
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file.close()
+        self._file = _open_records(self._path)
+        self._progress.line(f"{self._path} was removed; begun anew", style=WARNING)
+
+    def _pass_on(self, sink: Sink) -> None:
+        """Say what a sink has to tell its owner."""
+        if news := sink.news():
+            self._progress.line(news.text, style=WARNING if news.is_warning else "")
 
 
-class WandbSink:
-    """Sends records to Weights & Biases; a failure there ends the sending, never the run."""
+def has_ended(folder: Path, step: int) -> bool:
+    """Whether a run told of its end at a step; True where no records are left to say."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return True
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+        lines = file.read().splitlines()
+    end = {"kind": "event", "step": step, "name": "finished"}
+    return any(end.items() <= record.items() for record in map(_record, lines))
 
-    def __init__(self, project: str, name: str, config: dict[str, Any], folder: Path, say):
-        self._say = say
-        self._run = self._guarded(
-            lambda: _wandb().init(project=project, name=name, config=config, dir=str(folder))
-        )
 
-    def write(self, record: dict[str, Any]) -> None:
-        if self._run:
-            numbers = {k: v for k, v in record.items() if isinstance(v, int | float)}
-            self._guarded(lambda: self._run.log(numbers, step=record["step"]))
-
-    def close(self) -> None:
-        if self._run:
-            self._guarded(lambda: self._run.finish())
-
-    def _guarded(self, call):
-        try:
-            return call()
-        # Whatever a tracker does wrong, training goes on; an unanswered login raises the second.
-        except (Exception, KeyboardInterrupt) as error:
-            self._say(f"wandb failed ({type(error).__name__}: {error}); going on without it")
-            self._run = None
+def _record(line: bytes) -> dict[str, Any]:
+    """What a line holds; nothing if it is not whole."""
+    with suppress(ValueError):
+        record = json.loads(line)
+        if isinstance(record, dict):
+            return record
+    return {}
 
 
 def _open_records(path: Path) -> TextIO:
@@ -277,12 +313,6 @@ def _open_records(path: Path) -> TextIO:
     if path.exists() and path.stat().st_size:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return path.open("a", encoding="utf-8")
-
-
-def _wandb():
-    import wandb
-
-    return wandb
 
 
 def _band_values(band: Band | None) -> dict[str, float]:
@@ -295,4 +325,6 @@ def _band_text(band: Band | None) -> str:
 
 def _json_value(value: Any) -> Any:
     """JSON has neither NaN nor infinity."""
+    if isinstance(value, dict):
+        return {name: _json_value(one) for name, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,6 +18,7 @@ from nanofit.run.stages import NoRoom, Stages
 from nanofit.settings.config import RunConfig, flatten
 from nanofit.terminal import InputError, first_line
 
+MIB = 2**20
 MOST_ROLLBACKS = 3  # to one checkpoint: what goes wrong after that is not the data's fault
 
 
@@ -27,29 +28,46 @@ def save(
     progress: Progress,
     *,
     name: str | None = None,
-    must_succeed: bool = False,
+    is_last: bool = False,
 ) -> None:
-    """Write a checkpoint; a failure in mid-run is told, not fatal: earlier ones are whole."""
+    """Have a checkpoint written while the run goes on."""
     if not launch.ranks.is_main:
         return
-    if log.is_suspect and not (name or must_succeed):
+    if log.is_suspect and not (name or is_last):
         told = "not saved: the loss has jumped, which may be divergence"
         log.tell(progress.step, told, is_warning=True)
         return
-    config, fit = flatten(launch.shape, launch.learn, launch.run), launch.fit.as_dict()
-    try:
-        content = checkpoint.pack(*launch.learner, progress, config=config, fit=fit)
-        path = launch.checkpoints.save(content, name)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        if must_succeed:
-            raise InputError(
-                f"step {progress.step} could not be saved in {launch.run.out_dir} ({error}); free "
-                "some space, and the run continues from the checkpoint before"
-            ) from error
-        log.event(progress.step, "save failed", reason=str(error))
-    else:
-        log.tell(progress.step, f"saved {path}")
-        log.restart_clock(progress.step)
+    content = checkpoint.pack(
+        *launch.learner,
+        progress,
+        config=flatten(*launch.settings),
+        data=launch.identity,
+        machine=launch.machine,
+        fit=launch.fit.as_dict(),
+    )
+    launch.saver.save(content, name)
+    log.restart_clock(progress.step)
+
+
+def tell_saves(launch: Launch, log: Log) -> None:
+    """Say what has come of checkpoints; a failure in mid-run is told, not fatal."""
+    for saved in launch.saver.outcomes():
+        if saved.error:
+            log.event(saved.step, "save failed", reason=str(saved.error))
+        else:
+            details = {"mib": round(saved.size_bytes / MIB, 1), "took": round(saved.seconds, 2)}
+            log.note(saved.step, "saved", path=str(saved.path), **details)
+
+
+def settle(launch: Launch, log: Log) -> None:
+    """Wait until all is written; InputError if that failed."""
+    launch.saver.wait()
+    tell_saves(launch, log)
+    if failed := launch.saver.failed_step:
+        raise InputError(
+            f"step {failed} could not be saved in {launch.run.out_dir}, for the reason above; free "
+            "some space, and the run continues from the checkpoint before"
+        )
 
 
 def review(launch: Launch, log: Log, progress: Progress, val_loss: float) -> Progress:
@@ -63,6 +81,7 @@ def review(launch: Launch, log: Log, progress: Progress, val_loss: float) -> Pro
 
 def recover(launch: Launch, log: Log, diverged: Progress) -> Progress:
     """Go back to the last good checkpoint and on past the data that led astray, or stop there."""
+    _settle_for_all(launch, log)
     log.event(diverged.step, "diverged", reason=log.divergence)
     good = next(iter(launch.checkpoints.newest_first()), None)
     kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
@@ -103,6 +122,7 @@ def take_step(
 
 def put_back(launch: Launch, log: Log) -> Progress:
     """The run as it last was whole, after an update that could not be undone."""
+    _settle_for_all(launch, log)
     progress = replace(_go_back(launch, log.say), seconds=log.seconds)
     log.event(progress.step, "went back", reason="an update ran out of memory")
     return progress
@@ -115,7 +135,8 @@ def kept_without_room(launch: Launch, log: Log, progress: Progress) -> Iterator[
         yield
     except NoRoom as error:
         if error.is_whole:
-            save(launch, log, progress, must_succeed=True)
+            save(launch, log, progress, is_last=True)
+        settle(launch, log)
         launch.ranks.wait()
         raise InputError(f"{error}; {_way_out_of_shortage(launch.run)}") from error
 
@@ -142,14 +163,21 @@ def _way_out_of_shortage(run: RunConfig) -> str:
     return f"free some memory, and {how}"
 
 
+def _settle_for_all(launch: Launch, log: Log) -> None:
+    """Before checkpoints are read: what is being written is there, for all processes."""
+    launch.saver.wait()
+    tell_saves(launch, log)
+    launch.ranks.wait()
+
+
 def _go_back(launch: Launch, say: Callable[[str], None]) -> Progress:
     """Put the run back to its newest checkpoint, or to its beginning if there is none yet."""
     model, optimizer, scaler = launch.learner
     optimizer.state.clear()  # to make room for what is loaded
     if launch.checkpoints.exist():
-        saved = launch.checkpoints.load(launch.shape, launch.learn, say)
+        saved = launch.checkpoints.load(launch.settings.shape, launch.learn, say)
         return checkpoint.unpack(saved, *launch.learner)
-    first = build_model(launch.shape, launch.learn, launch.run)
+    first = build_model(launch.settings)
     model.load_state_dict(first.state_dict())
     optimizer.param_groups[0].pop("spike_memory", None)
     if scaler.is_enabled():

@@ -28,7 +28,8 @@ OUT_OF_MEMORY = "out of memory"
 OUT_IN_UPDATE = "out of memory in an update"
 MIB = 2**20
 
-TIMED_STEPS = 5  # that tell the speed of a stage; the first of a stage does not count
+TIMED_STEPS = 10  # that tell the speed of a stage; the first of a stage does not count
+SLOWER = 1.1  # times an eager step's time: more than busy machines make of the same
 PAUSES_S = (1, 5, 20)  # before one sequence is tried again: other programs may give memory back
 QUIET_STEPS = 200  # without trouble, after which a smaller micro-batch may grow again
 WATCHED_STEPS = 20  # between looks at how memory and speed are
@@ -72,6 +73,7 @@ class Stages:
         undo: UpdateUndo,
         event: Callable[..., None],
         reached: str = "eager",
+        compile_at: int | None = None,
     ):
         self.stage, self.size = "eager", plan.eager_size
         self.evaluation_size = plan.eager_size
@@ -85,19 +87,31 @@ class Stages:
         self._eager_seconds: float | None = None  # of a step
         self._is_on_probation = False  # compiled, and not yet known to be faster
         self._compile_after = plan.compile_after
+        if compile_at is not None and plan.compile_after is not None:
+            self._compile_after = compile_at  # it was put off
         self._patience = _Patience()
         self._pauses = 0  # since something succeeded
         self._regrow_at = self._regrow_evaluation_at = None
         self._regrown_size = self.size
+
+    @property
+    def reached(self) -> dict[str, Any]:
+        """What another launch must know to compute as this one does."""
+        was_put_off = self._compile_after != self._plan.compile_after
+        return {"stage": self.stage, "compile_at": self._compile_after if was_put_off else None}
+
+    def begin(self, step: int, micro_batches: Callable[[int], Iterator[MicroBatch]]) -> None:
+        """Compute as the run did before `step`: its evaluation belongs to that stage still."""
+        self._change(step, size=self.size, reason="the run begins" if step == 0 else "resumed")
+        if self._reached == "compiled" and self._is_time_to_compile(step):
+            self._compile(step, micro_batches)
 
     def advance(self, step: int, micro_batches: Callable[[int], Iterator[MicroBatch]]) -> None:
         """Enter the stage that `step` belongs to, after a look at how the steps before went.
 
         A new stage is tried out first on a micro-batch of the step.
         """
-        if not self.rows:
-            self._change(step, size=self.size, reason="the run begins" if step == 0 else "resumed")
-        elif self.rows[-1].tokens_per_s is None and len(self._times) > TIMED_STEPS:
+        if self.rows[-1].tokens_per_s is None and len(self._times) > TIMED_STEPS:
             self._measured(step)
         elif self._watch.is_due():
             self._look_for_trouble(step)
@@ -230,8 +244,8 @@ class Stages:
     def _is_time_to_compile(self, step: int) -> bool:
         """Whether the eager stage has lasted long enough.
 
-        A run that is continued compiles at once if it did before, or else after a few eager steps
-        that it can be compared with.
+        A run that is continued without having been compiled takes a few eager steps first, that it
+        can be compared with.
         """
         after = self._compile_after
         if self.stage != "eager" or after is None or step < after:
@@ -270,9 +284,10 @@ class Stages:
             "peak_mib": round(row.peak_bytes / MIB),
         }
         self._event(step, "stage measured", **self._state(), **measures, **gain)
-        if self._ranks.any(is_compared and seconds > eager):
+        if self._ranks.any(is_compared and seconds > SLOWER * eager):
+            # Other programs may have been busy just then: it is tried again.
             reason = f"a compiled step took {seconds:.3g} s, an eager one {eager:.3g} s"
-            self._give_up_compiling(step, reason)
+            self._compile_again_later(step, reason)
         self._is_on_probation = False
 
     def _trouble(self, error: Exception) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 from nanofit.terminal import compact, duration
 
 WARNINGS = {
+    "data changed",
     "diverged",
     "evaluation shrunk",
     "loss above what is normal",
@@ -101,6 +102,8 @@ def _evaluation_shrunk(micro_batch: int, reason: str, next_try_step: int) -> str
 SENTENCES: dict[str, Callable[..., str]] = {
     "started": lambda **fit: _began("started", **fit),
     "resumed": lambda **fit: _began("resumed", **fit),
+    "data changed": lambda **splits: f"goes on with other data: {_each(splits)}",
+    "machine changed": lambda **names: f"goes on elsewhere: {_each(names)}",
     "stage": _stage,
     "stage measured": _measured,
     "not compiled yet": lambda reason, next_try_step: (
@@ -113,7 +116,8 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "spikes skipped": _skipped,
     "loss above what is normal": lambda causes: _unusual("above", causes),
     "loss below what is normal": lambda causes: _unusual("below", causes),
-    "save failed": lambda reason: f"not saved, going on: {reason}",
+    "saved": lambda path, mib, took: f"saved {path}, {mib:,} MiB in {took:.2g} s",
+    "save failed": lambda reason: f"NOT SAVED, going on and trying again: {reason}",
     "diverged": lambda reason: f"diverged: {reason.rstrip(',')}",
     "rolled back": _rolled_back,
     "went back": lambda reason: f"went back to this step: {reason}",
@@ -134,6 +138,10 @@ def _later(next_try_step: int | None) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _each(told: dict[str, str]) -> str:
+    return "; ".join(f"{name} {what}" for name, what in told.items())
 
 
 def _value(key: str, value: Any) -> Any:

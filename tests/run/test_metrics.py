@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -15,9 +14,7 @@ import torch
 
 from nanofit.machine.device import Peek
 from nanofit.outlook.scaling import Band
-from nanofit.run.metrics import Log, WandbSink
-from nanofit.settings.config import PROJECT
-from tests import processes
+from nanofit.run.metrics import Log
 
 TOKENS_PER_STEP = 1000
 UNREADABLE = SimpleNamespace()  # has no .item(): reading it from the device would be an error
@@ -100,6 +97,26 @@ def test_each_record_has_its_kind_step_tokens_and_seconds(open_log, records, clo
         "reason": "it fits",
         **common,
     }
+
+
+def test_validation_is_told_in_bits_a_byte_where_bytes_were_counted(open_log, records, capsys):
+    """A byte of which nothing is known has 8 bits: 256 kinds, as likely as each other."""
+    with open_log(bytes_per_token=1.0) as log:
+        log.evaluated(8, math.log(256))
+    [evaluation] = records()
+    assert evaluation["bits_per_byte"] == pytest.approx(8)
+    assert "8.0000 bits a byte" in capsys.readouterr().out
+
+
+def test_what_is_no_number_is_null_however_deep(open_log, records):
+    with open_log() as log:
+        log.began(0, {"settings": {"grad_clip": math.inf}, "plan": {"loss_low": math.nan}})
+    [run] = records()
+    assert (run["kind"], run["settings"], run["plan"]) == (
+        "run",
+        {"grad_clip": None},
+        {"loss_low": None},
+    )
 
 
 def test_losses_are_written_in_full_precision(open_log, records):
@@ -236,7 +253,7 @@ def test_warnings_and_changed_numbers_have_colour_on_a_terminal_alone(
         log.event(9, "save failed", reason="the disk is full")
     told = output.getvalue()
     assert ("\x1b[1m8\x1b[0m sequences" in told) == is_terminal
-    assert ("\x1b[33mstep 9    not saved" in told) == is_terminal
+    assert ("\x1b[33mstep 9    NOT SAVED" in told) == is_terminal
     assert told.count("\x1b[1m") == is_terminal
     plain = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", told)
     assert "step 8    eager: 8 sequences a pass, 1.58k tokens/s, peak 519 MiB" in plain
@@ -399,86 +416,3 @@ def test_a_run_without_a_known_end_tells_no_eta(open_log, clock, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert "eta" not in first
     assert "eta " in second
-
-
-# Weights & Biases
-
-
-class Tracker:
-    """A wandb that fails in the call named."""
-
-    def __init__(self, failing=None, after=0):
-        self.failing, self.after, self.calls = failing, after, []
-
-    def init(self, **options):
-        self._call("init", options)
-        return SimpleNamespace(
-            log=lambda numbers, step: self._call("log", (step, numbers)),
-            finish=lambda: self._call("finish", None),
-        )
-
-    def _call(self, name, content):
-        self.calls.append((name, content))
-        done = sum(call == name for call, _ in self.calls)
-        if name == self.failing and done > self.after:
-            raise ConnectionError("the tracker is down")
-
-
-def sink_into(folder, said):
-    return WandbSink("project", "name", {"n_layer": 2}, folder, said.append)
-
-
-def test_the_tracker_gets_every_number_at_its_step(open_log, records, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", tracker := Tracker())
-    said = []
-    with open_log(sinks=(sink_into(tmp_path, said),)) as log:
-        tell_everything(log)
-    (_, options), *logged, last = tracker.calls
-    assert options == {
-        "project": "project",
-        "name": "name",
-        "config": {"n_layer": 2},
-        "dir": str(tmp_path),
-    }
-    assert last == ("finish", None)
-    for (_, (step, numbers)), record in zip(logged, records(), strict=True):
-        assert step == record["step"]
-        assert numbers == {k: v for k, v in record.items() if k not in ("kind", "name")}
-    assert said == []
-
-
-@pytest.mark.parametrize(
-    "tracker",
-    [None, Tracker("init"), Tracker("log"), Tracker("log", after=2), Tracker("finish")],
-    ids=["absent", "init", "first log", "third log", "finish"],
-)
-def test_a_failing_tracker_never_stops_the_run(open_log, records, tmp_path, monkeypatch, tracker):
-    monkeypatch.setitem(sys.modules, "wandb", tracker)
-    said = []
-    with open_log(sinks=(sink_into(tmp_path, said),)) as log:
-        tell_everything(log)
-        tell_everything(log)
-    assert [record["kind"] for record in records()] == ["step", "eval", "event"] * 2
-    assert len(said) == 1 and "going on without it" in said[0]
-    if tracker:
-        name, _ = tracker.calls[-1]
-        assert name == tracker.failing, "it is left alone after its failure"
-        assert "ConnectionError: the tracker is down" in said[0]
-
-
-def test_the_real_tracker_works_offline(tmp_path):
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from nanofit.run.metrics import WandbSink\n"
-        "sink = WandbSink('project', 'name', {'n_layer': 2}, Path(sys.argv[1]), print)\n"
-        "sink.write({'kind': 'step', 'step': 0, 'loss': 2.5})\n"
-        "sink.close()\n"
-    )
-    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    environment |= {"PYTHONPATH": str(PROJECT), "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code, tmp_path]
-    done = processes.run(command, env=environment, cwd=tmp_path, timeout_s=100)
-    assert (done.returncode, done.stdout) == (0, "")
-    (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert b"n_layer" in run.read_bytes()

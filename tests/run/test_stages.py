@@ -4,6 +4,7 @@ import mmap
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from nanofit.machine.device import Device, describe_device
 from nanofit.machine.dist import Ranks
 from nanofit.memory.trace import MemoryBudget
 from nanofit.run import stages as module
-from nanofit.run.stages import NoRoom, Stages
+from nanofit.run.stages import QUIET_STEPS, TIMED_STEPS, NoRoom, Stages
 from nanofit.settings.config import TrainConfig
 from nanofit.settings.shape import GPTConfig
 
@@ -35,7 +36,7 @@ DEVICE = describe_device("cpu")
 class Run:
     """A small training run whose steps go through Stages."""
 
-    def __init__(self, plan: StagePlan, device: Device = DEVICE, reached: str = "eager"):
+    def __init__(self, plan: StagePlan, device: Device = DEVICE, **reached):
         torch.manual_seed(0)
         self.model, self.device = GPT(SHAPE), device
         self.optimizer = build_optimizer(self.model, TrainConfig())
@@ -51,7 +52,7 @@ class Run:
             tokens_per_step=SEQUENCES * SHAPE.block_size,
             undo=UpdateUndo(self.optimizer, device.memory()),
             event=self._event,
-            reached=reached,
+            **reached,
         )
 
     def _event(self, step, name, **details):
@@ -62,6 +63,8 @@ class Run:
         return [event for event in self.events if event["name"] == "stage"][1:]
 
     def learn(self, step: int) -> float:
+        if not self.stages.rows:
+            self.stages.begin(step, partial(micro_batches, step))
         self.stages.advance(step, partial(micro_batches, step))
         loss, _ = self.stages.run(step, partial(self.attempt, step))
         return loss.item()
@@ -350,7 +353,7 @@ def test_evaluation_grows_again_after_a_quiet_while(monkeypatch):
 
 
 def test_every_stage_is_a_row_of_the_table_with_its_speed_and_peak(monkeypatch):
-    monkeypatch.setattr(module, "QUIET_STEPS", 8)
+    monkeypatch.setattr(module, "QUIET_STEPS", 13)
     run, seconds = Run(StagePlan(12, 12, None)), 0.25
     time = [0.0]
 
@@ -364,13 +367,13 @@ def test_every_stage_is_a_row_of_the_table_with_its_speed_and_peak(monkeypatch):
     with MemoryBudget(memory_needed(6) + 1000) as budget:
         budget.adopt(everything(run))
         run.learn(1)
-    for step in range(2, 17):
+    for step in range(2, 27):
         run.learn(step)
     tokens_per_s = SEQUENCES * SHAPE.block_size / seconds
     assert [(row.step, row.micro_batch, row.passes) for row in run.stages.rows] == [
         (0, 12, 1),
         (1, 6, 2),
-        (9, 12, 1),
+        (14, 12, 1),
     ]
     assert [row.tokens_per_s for row in run.stages.rows] == [None, tokens_per_s, tokens_per_s]
     assert run.stages.rows[2].peak_bytes == pytest.approx(memory.peak_bytes(), rel=0.1)
@@ -378,7 +381,7 @@ def test_every_stage_is_a_row_of_the_table_with_its_speed_and_peak(monkeypatch):
     assert [line.split()[:3] for line in lines] == [
         ["0", "eager", "12"],
         ["1", "eager", "6"],
-        ["9", "eager", "12"],
+        ["14", "eager", "12"],
     ]
     assert [line.index("×") < title.index("tokens/s") for line in lines] == [True] * 3
     measured = [event for event in run.events if event["name"] == "stage measured"]
@@ -454,37 +457,80 @@ def test_compiled_model_that_disagrees_is_not_kept(monkeypatch, wrong, change):
     assert losses == pytest.approx(undisturbed(3), abs=1e-6)
 
 
-def test_slower_compiled_model_is_given_up(monkeypatch):
-    run = Run(StagePlan(12, 12, compile_after=3))
-    seconds = {"eager": 1.0, "compiled": 1.5}
-    time = [0.0]
+class Clocked(Run):
+    """A run whose steps take what is said of their stage, with noise in it."""
 
-    def now(_exactly):
-        time[0] += seconds.get(run.stages.stage, 1.0) / 2
-        return time[0]
+    def __init__(self, monkeypatch, plan: StagePlan, seconds: dict[str, float], noise=0.0):
+        super().__init__(plan)
+        self.seconds, self.now, random = seconds, 0.0, np.random.default_rng(0)
 
-    def compile_slowly(**_):
-        run.model._compiled_call_impl = lambda *args: GPT.forward(run.model, *args)
+        def tick(_exactly):
+            spread = 1 + noise * random.standard_normal()
+            self.now += self.seconds[self.stages.stage] * max(spread, 0.5) / 2
+            return self.now
 
-    monkeypatch.setattr(run.model, "compile", compile_slowly)
-    monkeypatch.setattr(run.stages, "_now", now)
-    losses = [run.learn(step) for step in range(12)]
-    assert run.stages.stage == "eager for good"
-    assert "a compiled step took 0.75 s, an eager one 0.5 s" in run.changes()[-1]["reason"]
-    assert losses == pytest.approx(undisturbed(12), abs=1e-6)
+        monkeypatch.setattr(self.stages, "_now", tick)
+        monkeypatch.setattr(self.model, "compile", self._compile)
+
+    def _compile(self, **_):
+        self.model._compiled_call_impl = lambda *args: GPT.forward(self.model, *args)
+
+    def reasons(self) -> list[str]:
+        return [change["reason"] for change in self.changes()]
 
 
-@pytest.mark.parametrize(("reached", "eager_steps"), [("compiled", 0), ("eager for good", 6)])
+def test_slower_compiled_model_is_given_up_for_a_while(monkeypatch):
+    """What made it slow may be over by then."""
+    run = Clocked(monkeypatch, StagePlan(12, 12, compile_after=13), {"eager": 1.0, "compiled": 1.5})
+    losses = [run.learn(step) for step in range(30)]
+    assert run.stages.stage == "eager"
+    assert run.reasons()[-1] == "a compiled step took 0.75 s, an eager one 0.5 s"
+    next_try = run.stages.reached["compile_at"]
+    assert next_try - QUIET_STEPS in range(20, 30)
+    assert losses == pytest.approx(undisturbed(30), abs=1e-6)
+    run.seconds["compiled"] = 0.5
+    for step in range(next_try - 12, next_try + 20):
+        run.learn(step)
+    assert run.stages.reached == {"stage": "compiled", "compile_at": next_try}
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.05])
+def test_noise_of_a_busy_machine_does_not_end_the_compiled_stage(monkeypatch, ratio):
+    plan, seconds = StagePlan(12, 12, compile_after=13), {"eager": 1.0, "compiled": ratio}
+    run = Clocked(monkeypatch, plan, seconds, noise=0.05)
+    for step in range(40):
+        run.learn(step)
+    assert run.stages.stage == "compiled"
+
+
+@pytest.mark.parametrize(
+    ("reached", "eager_steps"),
+    [
+        (dict(reached="compiled"), 0),
+        (dict(reached="eager for good"), TIMED_STEPS + 1),
+        (dict(reached="eager", compile_at=16), 6),
+        (dict(reached="eager", compile_at=30), 20),
+    ],
+)
 def test_continued_run_enters_the_stage_it_had_reached(monkeypatch, reached, eager_steps):
-    run = Run(StagePlan(4, 12, compile_after=3), reached=reached)
+    run = Run(StagePlan(4, 12, compile_after=3), **reached)
 
     def compile_well(**_):
         run.model._compiled_call_impl = lambda *args: GPT.forward(run.model, *args)
 
     monkeypatch.setattr(run.model, "compile", compile_well)
-    for step in range(10, 18):
+    for step in range(10, 35):
         run.learn(step)
-    assert run.sizes == [4] * eager_steps + [12] * (8 - eager_steps)
+    assert run.sizes == [4] * eager_steps + [12] * (25 - eager_steps)
+
+
+def test_what_is_evaluated_before_the_first_step_is_of_the_stage_before_it(monkeypatch):
+    """So that an evaluation repeated by a continued run gives the same number."""
+    run = Run(StagePlan(4, 12, compile_after=3), reached="compiled")
+    monkeypatch.setattr(run.model, "compile", lambda **_: None)
+    assert run.stages.reached["stage"] == "eager"
+    run.stages.begin(10, partial(micro_batches, 10))
+    assert run.stages.reached["stage"] == "compiled"
 
 
 def test_compiling_where_memory_is_scarce_keeps_the_size_that_fits(monkeypatch):
@@ -556,5 +602,6 @@ def test_compiled_step_without_room_for_one_sequence_goes_on_in_eager_for_a_whil
 
 def test_compile_off_never_tries():
     run = Run(StagePlan(12, 12, compile_after=None))
+    run.stages.begin(0, partial(micro_batches, 0))
     run.stages.advance(10**9, partial(micro_batches, 0))
     assert (run.stages.stage, run.changes()) == ("eager", [])

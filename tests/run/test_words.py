@@ -8,6 +8,7 @@ import pytest
 from nanofit.run.words import SENTENCES, changed_numbers, is_warning, sentence
 from nanofit.settings.config import PROJECT
 
+EVENTS = ("event", "_event", "note")
 STAGE = {"now": "eager", "micro_batch": 4, "passes": 3}
 CALM = [
     ("started", {"micro_batch": 4}),
@@ -17,10 +18,13 @@ CALM = [
     ("stage measured", {**STAGE, "tokens_per_s": 950, "peak_mib": 519}),
     ("stage measured", {**STAGE, "tokens_per_s": 950, "peak_mib": 519, "times_faster": 1.58}),
     ("length fixed", {"max_iters": 9000, "hours": 24.0}),
+    ("saved", {"path": "out/ckpt-00000006.pt", "mib": 1.5, "took": 0.25}),
+    ("machine changed", {"torch": "2.13.0, before 2.12.0", "processes": "2, before 1"}),
     ("stopped", {}),
     ("finished", {}),
 ]
 TROUBLE = [
+    ("data changed", {"val": "as many tokens, but other ones"}),
     ("stage", {**STAGE, "reason": "out of memory", "next_try_step": 206}),
     ("stage", {**STAGE, "reason": "RuntimeError: no compiler"}),
     ("not compiled yet", {"reason": "out of memory", "next_try_step": 300}),
@@ -58,10 +62,12 @@ def test_only_trouble_is_a_warning(name, details):
 
 def test_every_event_that_the_code_knows_is_written_and_no_other():
     written = {"started", "resumed", "stopped", "finished"}  # named by a condition
+    written |= {"data changed", "machine changed"}  # found at the launch
     for path in [PROJECT / "train.py", *PROJECT.glob("nanofit/run/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("event", "_event"):
-                name = node.args[1]
+            if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") not in EVENTS:
+                continue
+            for name in node.args[1:2]:
                 if isinstance(name, ast.Constant):
                     written.add(name.value)
                 elif isinstance(name, ast.JoinedStr):

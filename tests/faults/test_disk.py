@@ -1,0 +1,108 @@
+"""A disk that fills up, a folder that is removed: training goes on, and nothing good is lost."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import processes
+from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics
+from tests.processes import wait_for
+
+pytestmark = pytest.mark.slow
+LONG = ["--max_iters=1000", "--eval_interval=50", "--save_interval=25"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of a few megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place]
+    if os.name != "posix" or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("a small disk needs the right to mount one")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.fixture
+def running(tiny_dataset, tmp_path):
+    """Start a run of some seconds in a folder."""
+
+    def start(out: Path):
+        words = [*TINY_MODEL, f"--dataset={tiny_dataset}", f"--out_dir={out}", *LONG]
+        with (tmp_path / "said").open("w") as said:
+            command = [sys.executable, PROJECT / "train.py", *words]
+            process = processes.start(command, cwd=tmp_path, stdout=said, stderr=said)
+        wait_for(lambda: "saved" in text(tmp_path), interval_s=0.005)
+        return process
+
+    return start
+
+
+def text(tmp_path: Path) -> str:
+    return (tmp_path / "said").read_text()
+
+
+def read(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def weights(out: Path) -> dict:
+    return read(out / "ckpt-00001000.pt")["model"]
+
+
+def fill(path: Path) -> None:
+    """Write until there is no room for another byte."""
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
+    with suppress(OSError):
+        while os.write(descriptor, bytes(512)):
+            pass
+    os.close(descriptor)
+
+
+def test_a_disk_that_fills_up_costs_no_checkpoint_and_no_step(
+    running, small_disk, tiny_run, tmp_path
+):
+    out = small_disk / "out"
+    process = running(out)
+    newest = max(path.name for path in out.glob("ckpt-0*.pt"))
+    good = read(out / newest)
+    fill(small_disk / "filler")
+    wait_for(lambda: "NOT SAVED" in text(tmp_path), interval_s=0.005)
+    full_at = int(re.findall(r"step (\d+)", text(tmp_path))[-1])
+    if (out / newest).exists():  # and no newer three have been written before the disk was full
+        assert_equal(read(out / newest)["model"], good["model"])
+    (small_disk / "filler").unlink()
+    assert process.wait(120) == 0, text(tmp_path)
+    after = [event["step"] for event in read_events(out, "saved") if event["step"] > full_at]
+    assert after, "it was not tried again"
+    whole = tmp_path / "whole"
+    assert tiny_run(*LONG, out_dir=whole).returncode == 0
+    assert_equal(weights(out), weights(whole))
+    assert list(read_metrics(out, "step", "loss")) == list(range(1000))
+
+
+def test_a_folder_that_is_removed_is_made_again(running, tiny_run, tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    process = running(out)
+    shutil.rmtree(out, ignore_errors=True)
+    assert process.wait(120) == 0, text(tmp_path)
+    assert "was removed; begun anew" in text(tmp_path)
+    assert tiny_run(*LONG, out_dir=whole).returncode == 0
+    assert_equal(weights(out), weights(whole))
+    recorded, expected = (read_metrics(place, "step", "loss") for place in (out, whole))
+    assert recorded and recorded.items() <= expected.items()
+    later = tiny_run(*LONG, "--max_iters=1010", out_dir=out)
+    assert later.returncode == 0, later.stderr
+
+
+def assert_equal(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,118 @@
+"""SIGKILL at thirty moments: what comes of the run is what comes of it undisturbed, bit for bit."""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanofit.report.history import read_history
+from tests import processes
+from tests.conftest import PROJECT, TINY_MODEL, read_events, run_tiny
+
+pytestmark = pytest.mark.slow
+LENGTH = ["--max_iters=240", "--eval_interval=20", "--save_interval=10", "--dropout=0.1"]
+COMPILED = ["--compile=True", "--compile_after=30"]
+WITHIN_S = 1.5  # of the first sign of life: the length of the undisturbed run, about
+
+
+def at_a_random_time(chance: random.Random, out: Path) -> Callable[[], bool]:
+    due = time.monotonic() + chance.uniform(0, WITHIN_S)
+    return lambda: time.monotonic() > due
+
+
+def in_mid_save(chance: random.Random, out: Path) -> Callable[[], bool]:
+    """While a temporary file is there, which it is until the rename."""
+    return lambda: any(out.glob("*.tmp"))
+
+
+def after_a_rename(chance: random.Random, out: Path) -> Callable[[], bool]:
+    """Before the folder is known to be on the disk, or older checkpoints are dropped."""
+    before = {path.name for path in out.glob("ckpt-*.pt")}
+    return lambda: any(path.name not in before for path in out.glob("ckpt-*.pt"))
+
+
+def in_an_evaluation(chance: random.Random, out: Path) -> Callable[[], bool]:
+    """A checkpoint of such a step is being written while it is evaluated."""
+    return lambda: any(out.glob("ckpt-*[02468]0.pt.tmp"))
+
+
+def in_setting_up(chance: random.Random, out: Path) -> Callable[[], bool]:
+    """Before the first step of a launch: reading the checkpoint, compiling."""
+    due = time.monotonic() + chance.uniform(0, 0.3)
+    return lambda: time.monotonic() > due
+
+
+MOMENTS = (at_a_random_time, in_mid_save, after_a_rename, in_an_evaluation, in_setting_up)
+
+
+@pytest.mark.parametrize(("flags", "kills"), [([], 20), (COMPILED, 10)], ids=["eager", "compiled"])
+def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
+    tiny_dataset, tmp_path, flags, kills
+):
+    whole, out, chance = tmp_path / "whole", tmp_path / "out", random.Random(f"kills {flags}")
+    done = run_tiny(tiny_dataset, *LENGTH, *flags, out_dir=whole)
+    assert done.returncode == 0, done.stderr
+    killed = 0
+    for number in count():
+        moment = MOMENTS[number % len(MOMENTS)] if killed < kills else None
+        launched = launch(tiny_dataset, out, *flags)
+        was_killed = moment is not None and kill(launched, moment(chance, out))
+        killed += was_killed
+        if not was_killed and launched.wait(120) == 0 and "ckpt-00000240.pt" in names(out):
+            break
+    assert killed >= kills - len(MOMENTS), "it was over too soon"
+    one, other = (
+        torch.load(place / "ckpt-00000240.pt", weights_only=True) for place in (out, whole)
+    )
+    for name, weight in other["model"].items():
+        assert torch.equal(one["model"][name], weight), name
+    assert recorded(out) == recorded(whole)
+    assert [event["now"] for event in read_events(out, "stage")][-1] == (
+        "compiled" if flags else "eager"
+    )
+
+
+def launch(dataset: Path, out: Path, *flags: str):
+    """Start or continue the run; back as soon as it has described itself."""
+    known = len(read_runs(out))
+    words = [*TINY_MODEL, f"--dataset={dataset}", f"--out_dir={out}", *LENGTH, *flags]
+    with (out.parent / "said").open("a") as said:
+        command = [sys.executable, PROJECT / "train.py", *words]
+        process = processes.start(command, cwd=out.parent, stdout=said, stderr=said)
+    while len(read_runs(out)) == known and process.poll() is None:
+        time.sleep(0.001)
+    return process
+
+
+def kill(process, is_time: Callable[[], bool]) -> bool:
+    """Kill it when it is time; False if it was over before."""
+    while process.poll() is None:
+        if is_time():
+            os.kill(process.pid, signal.SIGKILL)
+            return process.wait() == -signal.SIGKILL
+    return False
+
+
+def read_runs(out: Path) -> list[str]:
+    path = out / "metrics.jsonl"
+    return (
+        [line for line in path.read_text().splitlines() if '"run"' in line] if path.exists() else []
+    )
+
+
+def names(out: Path) -> list[str]:
+    return [path.name for path in out.iterdir()]
+
+
+def recorded(out: Path) -> list[tuple]:
+    """Every loss and norm that counts, by step."""
+    run = read_history(out)
+    steps = zip(*(run.steps[name] for name in ("step", "loss", "grad_norm", "lr")), strict=True)
+    return [*steps, *((one["step"], one["val_loss"]) for one in run.evaluations)]

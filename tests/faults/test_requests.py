@@ -1,0 +1,53 @@
+"""Requests by signal, of a real process."""
+
+import os
+import signal
+import sys
+
+import pytest
+import torch
+
+from tests import processes
+from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics
+from tests.processes import wait_for
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has no such signal")
+
+
+@pytest.fixture
+def running(tiny_dataset, tmp_path):
+    """A long run that saves nothing by itself."""
+    out = tmp_path / "out"
+    words = [*TINY_MODEL, f"--dataset={tiny_dataset}", f"--out_dir={out}", "--max_iters=100000"]
+    command = [sys.executable, PROJECT / "train.py", *words, "--save_interval=90000"]
+    process = processes.start(command, cwd=tmp_path)
+    wait_for(
+        lambda: (
+            out.exists() and (out / "metrics.jsonl").exists() and read_metrics(out, "step", "loss")
+        )
+    )
+    return process, out
+
+
+def test_a_save_on_request_is_of_the_step_it_says_and_the_run_goes_on(running, tiny_run, tmp_path):
+    process, out = running
+    for saves in (1, 2):
+        os.kill(process.pid, signal.SIGUSR1)
+        wait_for(lambda: len(numbered(out)) == saves)  # noqa: B023
+    step = max(read_metrics(out, "step", "loss"))
+    wait_for(lambda: max(read_metrics(out, "step", "loss")) > step + 20)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    content = torch.load(numbered(out)[0], weights_only=True)
+    whole = tmp_path / "whole"
+    done = tiny_run(f"--max_iters={content['iter_num']}", "--lr_decay_iters=100000", out_dir=whole)
+    assert done.returncode == 0, done.stderr
+    expected = torch.load(next(whole.glob(f"ckpt-*{content['iter_num']}.pt")), weights_only=True)
+    for name, weight in expected["model"].items():
+        assert torch.equal(content["model"][name], weight), name
+    assert len([one for one in read_events(out, "saved") if "best" not in one["path"]]) == 3
+
+
+def numbered(out):
+    return sorted(out.glob("ckpt-0*.pt"))
