@@ -19,7 +19,7 @@ from nanofit.memory.course import Curve
 from nanofit.memory.need import need_of
 from nanofit.memory.savers import budgets_for
 from nanofit.memory.setup import Setup
-from nanofit.settings.config import RunConfig, TrainConfig
+from nanofit.settings.config import RunConfig, Settings
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, parse_size
 
@@ -133,21 +133,20 @@ class Fit:
 
 
 def find_fit(
-    shape: GPTConfig,
-    learn: TrainConfig,
-    run: RunConfig,
+    settings: Settings,
     device: Device,
     ranks: Ranks,
     trial: Callable[..., TrialResult] = run_trial,
 ) -> Fit:
     """The micro-batches of a run; all processes get the smallest that any of them found."""
+    _, learn, run = settings
     share = learn.sequences_per_step // ranks.world
     given = Savers(run.recompute, run.activation_memory_budget, run.optimizer_bits)
     if run.eval_only or not (run.autofit and _is_bounded(device, run)):
         size = StageFit(min(learn.batch_size, share))
         limit_bytes = run.memory_limit and parse_size(run.memory_limit)
         return Fit(size, size if run.compile else None, given, limit_bytes)
-    fitter = _Fitter(shape, learn, run, device, share, ranks.say, trial)
+    fitter = _Fitter(settings, device, share, ranks.say, trial)
     with ranks.all_or_none():
         fit = fitter.fit(given)
     return replace(
@@ -175,23 +174,22 @@ class _Fitter:
 
     def __init__(
         self,
-        shape: GPTConfig,
-        learn: TrainConfig,
-        run: RunConfig,
+        settings: Settings,
         device: Device,
         share: int,
         say: Callable[[str], None],
         trial: Callable[..., TrialResult] = run_trial,
     ):
-        self._shape, self._learn, self._run = shape, learn, run
+        self._shape, self._learn, self._run = settings
         self._device, self._share, self._say = device, share, say
         self._trial = trial
         self._setup = Setup(
-            shape,
+            self._shape,
             dtype=device.precision,
-            loss=run.loss,
-            optimizer=learn.optimizer,
+            loss=self._run.loss,
+            optimizer=self._learn.optimizer,
             has_flash=device.has_flash,
+            deterministic=self._run.deterministic,
         )
         self._name = str(device.torch_device)
         self._look = TrialResult()  # until somebody has looked

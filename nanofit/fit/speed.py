@@ -16,8 +16,7 @@ from nanofit.learning.step import train_step
 from nanofit.machine.device import Device, describe_device
 from nanofit.machine.dist import Ranks
 from nanofit.machine.memory import is_out_of_memory
-from nanofit.settings.config import RunConfig, TrainConfig
-from nanofit.settings.shape import GPTConfig
+from nanofit.settings.config import Settings, TrainConfig
 from nanofit.terminal import InputError
 
 TRIAL_S = 8.0
@@ -31,8 +30,9 @@ class Measured(NamedTuple):
     micro_batch_size: int
 
 
-def measure_speed(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Measured:
+def measure_speed(settings: Settings) -> Measured:
     """The speed of this machine, by real training steps on random tokens."""
+    shape, learn, run = settings
     device = describe_device(run.device, run.dtype)
     print(f"trying some real steps on {device.name} ...", file=sys.stderr)
     try:

@@ -136,7 +136,7 @@ def trial_here(
     setup: Setup, micro_batch_size: int, *, device: str, limit_bytes: int | None
 ) -> TrialResult:
     """The same in this process, which should have no other use for its device."""
-    described = describe_device(device, setup.dtype)
+    described = describe_device(device, setup.dtype, deterministic=setup.deterministic)
     if not micro_batch_size:
         try:
             return _look_around(setup, described)

@@ -51,6 +51,21 @@ def chunked_loss(
     return loss_sum / (targets >= 0).sum()
 
 
+@torch.no_grad()
+def token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """The cross entropy of each token, which the others mean; 0 where its target is below 0."""
+    inputs = hidden.to(_matmul_dtype(hidden))
+    to_losses_, rows = partial(_to_losses_, cap=cap), chunk_rows(inputs.size(1))
+    losses, *_ = _losses(inputs, weight, bias, targets, inputs.new_empty(0), to_losses_, rows)
+    return losses
+
+
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
     """Logits drawn towards 0, the more the larger, so that none gets past the cap."""
     return logits if cap is None else cap * logits * (logits.square() + cap**2).rsqrt()
@@ -115,10 +130,10 @@ def _loss_sum_over_inputs_(
     d_inputs = inputs if with_gradients else inputs.new_empty(0)
     to_gradient_ = partial(_to_gradient_, cap=cap, zeroes_ignored=bias is not None)
     rows = chunk_rows(inputs.size(1))
-    results = _loss_sum(inputs, weight, bias, targets, d_inputs, to_gradient_, rows)
+    losses, *gradients = _losses(inputs, weight, bias, targets, d_inputs, to_gradient_, rows)
     if with_gradients:
         d_inputs.masked_fill_((targets < 0).unsqueeze(1), 0)
-    return results
+    return losses.sum(), *gradients
 
 
 @torch.library.custom_op("nanofit::loss_sum", mutates_args=())
@@ -135,7 +150,9 @@ def _opaque_loss_sum(
         inputs = hidden.to(dtype)
         d_inputs = inputs.new_empty(inputs.shape if with_gradients else 0)
         rows = chunk_rows(inputs.size(1), fused=True)
-        return _loss_sum(inputs, weight, bias, targets, d_inputs, _fused_to_gradient_(cap), rows)
+        to_gradient_ = _fused_to_gradient_(cap)
+        losses, *gradients = _losses(inputs, weight, bias, targets, d_inputs, to_gradient_, rows)
+        return losses.sum(), *gradients
 
 
 @_opaque_loss_sum.register_fake
@@ -173,22 +190,35 @@ def _to_gradient_(
     A row without a target, one below 0, has no loss; what its logits become is not defined,
     unless it `zeroes_ignored`.
     """
+    log_probs, log_sum, of_targets = _to_losses_(logits, targets, losses, cap=cap)
+    slope = log_probs.clone() if cap is not None and log_probs is logits else log_probs
+    torch.exp(log_probs, out=logits)
+    index = targets.clamp(min=0).unsqueeze(1)
+    logits.scatter_(1, index, of_targets.expm1().to(logits.dtype))  # softmax - one-hot
+    if cap is not None:  # the capped logits once more, of which the slope is (1 - (z / cap)²)^1.5
+        slope.add_(log_sum).div_(cap).square_().neg_().add_(1)
+        logits.mul_(slope.clamp_(min=0).pow_(1.5))
+    if zeroes_ignored:
+        logits.masked_fill_((targets < 0).unsqueeze(1), 0)
+
+
+def _to_losses_(
+    logits: Tensor, targets: Tensor, losses: Tensor, *, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first half of that, without a gradient.
+
+    Returns the logarithms of the probabilities, in the place of float32 logits; what the capped
+    ones exceed them by; those of the targets.
+    """
     index = targets.clamp(min=0).unsqueeze(1)
     log_probs = logits.float()  # the same tensor if it is float32
     if cap is not None:  # z / √(z² + cap²) without a second buffer
         log_probs.div_(cap).atan_().sin_().mul_(cap)
-        capped_targets = log_probs.gather(1, index)
+    capped_targets = log_probs.gather(1, index)
     torch.log_softmax(log_probs, 1, out=log_probs)
     of_targets = log_probs.gather(1, index)
-    slope = log_probs.clone() if cap is not None and log_probs is logits else log_probs
-    torch.exp(log_probs, out=logits)
-    logits.scatter_(1, index, of_targets.expm1().to(logits.dtype))  # softmax - one-hot
-    if cap is not None:  # the capped logits once more, of which the slope is (1 - (z / cap)²)^1.5
-        slope.add_(capped_targets - of_targets).div_(cap).square_().neg_().add_(1)
-        logits.mul_(slope.clamp_(min=0).pow_(1.5))
-    if zeroes_ignored:
-        logits.masked_fill_((targets < 0).unsqueeze(1), 0)
-    losses.copy_(of_targets.squeeze(1).neg_().masked_fill_(targets < 0, 0))
+    losses.copy_(of_targets.squeeze(1).neg().masked_fill_(targets < 0, 0))
+    return log_probs, capped_targets - of_targets, of_targets
 
 
 @cache
@@ -222,7 +252,7 @@ def _fused_to_gradient_(cap: float | None):
     return with_any_number_of_rows
 
 
-def _loss_sum(
+def _losses(
     inputs: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -231,7 +261,7 @@ def _loss_sum(
     to_gradient_: Callable[[Tensor, Tensor, Tensor], None],
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the losses; its gradients for the inputs, for weight and for bias, or nothing.
+    """The loss of each row; gradients of their sum for inputs, weight and bias, or nothing.
 
     The first are written into `d_inputs`, unless that is empty.
     """
@@ -252,7 +282,7 @@ def _loss_sum(
             if bias is not None:
                 d_bias += logits.sum(0, dtype=d_bias.dtype)
         del logits  # before there are the next ones
-    return losses.sum(), d_inputs, d_weight, d_bias
+    return losses, d_inputs, d_weight, d_bias
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:

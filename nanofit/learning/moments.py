@@ -39,6 +39,9 @@ def adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
     optimizer = AdamW8bit(groups, block_size=_VALUES_PER_SCALE, **settings)
     optimizer._subclass_zeros = lambda p, is_signed, _: _zeros_8bit(p.shape, is_signed, p.device)
     optimizer.register_step_pre_hook(_lr_as_tensor)
+    # One parameter's moments at a time are in 32 bits.
+    numbers = (p.numel() for group in optimizer.param_groups for p in group["params"])
+    optimizer.workspace_bytes = 2 * 4 * max(numbers, default=0)
     return optimizer
 
 

@@ -173,7 +173,7 @@ class Halves(Optimizer):
 
     @property
     def workspace_bytes(self) -> int:
-        return self._second.workspace_bytes
+        return max(getattr(half, "workspace_bytes", 0) for half in (self._first, self._second))
 
     def _link(self) -> None:
         """Both work on the groups and the state that this one has."""

@@ -52,7 +52,7 @@ class UpdateUndo:
         self._has_begun = True
         changed = self._changed() if self._memory.can_run_out() else []
         size_bytes = sum(tensor.nbytes for tensor in changed)
-        size_bytes += getattr(self._optimizer, "workspace_bytes", 0)  # Muon's; AdamW needs none
+        size_bytes += getattr(self._optimizer, "workspace_bytes", 0)  # 32-bit AdamW needs none
         if not changed or size_bytes > self._memory.vacated_bytes():
             return
         try:

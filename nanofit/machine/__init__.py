@@ -2,5 +2,6 @@
 
 Others use `cards` (CARDS, find_card, known_card) and `overhead` (what a process takes besides its
 tensors), both free of torch, `device` (Device, describe_device), `memory` (DeviceMemory,
-is_out_of_memory) and `dist` (Ranks, start_ranks). All lines for CUDA are in `device` and `memory`.
+available_bytes, is_out_of_memory) and `dist` (Ranks, start_ranks). All lines for CUDA are in
+`device` and `memory`.
 """

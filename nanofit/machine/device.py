@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import deterministic
+from torch.utils import deterministic as uninitialized
 
 from nanofit.machine.cards import peak_flops
 from nanofit.machine.memory import CpuMemory, CudaMemory, DeviceMemory
@@ -120,10 +120,17 @@ class Device:
         return kinds.get(self.type, DeviceMemory)(self.torch_device)
 
 
-def describe_device(name: str = "auto", dtype: str = "auto", *, local_rank: int = 0) -> Device:
-    """Choose and set up the device of this process."""
+def describe_device(
+    name: str = "auto", dtype: str = "auto", *, local_rank: int = 0, deterministic: bool = False
+) -> Device:
+    """Choose and set up the device of this process.
+
+    On CUDA kernels that add up in any order are used, unless `deterministic`; a CPU has none.
+    """
     kind, _, index = (_best_kind() if name == "auto" else name).partition(":")
     if kind == "cuda":
+        if deterministic:
+            _choose_deterministic_kernels()
         return _set_up_cuda(int(index or local_rank), dtype)
     if kind == "mps":
         if not torch.backends.mps.is_available():
@@ -131,12 +138,17 @@ def describe_device(name: str = "auto", dtype: str = "auto", *, local_rank: int 
         return Device(torch.device("mps"), "Apple GPU", _dtype(dtype, torch.float32), None, None)
     if kind != "cpu":
         raise InputError(f"device = {name!r} is none of auto, cpu, cuda and mps")
-    # Compiled embedding gradients use atomic adds, in any order, unless told otherwise.
-    torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = False
+    _choose_deterministic_kernels()
     threads = torch.get_num_threads()
     name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     return Device(torch.device("cpu"), name, _dtype(dtype, torch.float32), None, None)
+
+
+def _choose_deterministic_kernels() -> None:
+    """Else compiled embedding gradients, for one, are sums by atomic adds, in any order."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it
+    torch.use_deterministic_algorithms(True)
+    uninitialized.fill_uninitialized_memory = False
 
 
 def _best_kind() -> str:

@@ -183,6 +183,16 @@ def _own(field: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
+def available_bytes() -> int | None:
+    """What the host could give to anybody without swapping; None where it does not tell."""
+    try:
+        told = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    found = re.search(r"MemAvailable:\s*(\d+) kB", told)
+    return int(found[1]) * 1024 if found else None
+
+
 _OUT_OF_MEMORY_SIGNS = (
     "out of memory",
     "allocate memory",  # torch's CPU allocator

@@ -14,7 +14,7 @@ from nanofit.memory.ledger import BYTES, covers, saved_by_8_bits
 from nanofit.memory.need import course_of, need_of
 from nanofit.memory.savers import extra_time, savers_of, without_savers
 from nanofit.memory.setup import Setup
-from nanofit.settings.config import RunConfig, TrainConfig
+from nanofit.settings.config import Settings
 from nanofit.settings.shape import GPTConfig
 
 LARGEST_TENSORS = 5
@@ -206,9 +206,7 @@ class Explanation:
 
 
 def explain(
-    shape: GPTConfig,
-    learn: TrainConfig,
-    run: RunConfig,
+    settings: Settings,
     budget: Budget | None,
     *,
     dtype: str,
@@ -220,6 +218,7 @@ def explain(
 
     `note` is told what is being done: to simulate takes a minute, the first time.
     """
+    shape, learn, run = settings
     setup = Setup(
         shape,
         dtype=dtype,

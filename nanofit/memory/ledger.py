@@ -66,6 +66,17 @@ class WrittenNeed:
         return fits
 
 
+class EvaluationNeed(WrittenNeed):
+    """What an eager evaluation needs besides the weights."""
+
+    def at(self, micro_batch_size: int) -> int:
+        step = _EagerStep(self.setup, micro_batch_size)
+        for _ in range(self.setup.shape.n_layer):  # autocast keeps them until the end
+            step.take_all(step.cast("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
+        step.evaluate()
+        return Course(step.events).peak_bytes
+
+
 @cache
 def _peak(setup: Setup, micro_batch_size: int) -> int:
     return write_down(setup, micro_batch_size).peak_bytes
@@ -76,7 +87,17 @@ def saved_by_8_bits(setup: Setup) -> int:
     wide, narrow = (_Step(replace(setup, optimizer_bits=bits), 1) for bits in (32, 8))
     for step in (wide, narrow):
         step.update()
-    return Course(wide.events).peak_bytes - Course(narrow.events).peak_bytes
+    return wide.allocated_bytes - narrow.allocated_bytes
+
+
+def update_bytes(setup: Setup) -> int:
+    """What an update needs, with all weights, gradients and moments, but without activations."""
+    step = _Step(setup, 1)
+    step.build()
+    for name in step.weights:
+        step.gradient(name)
+    step.update()
+    return Course(step.events).peak_bytes
 
 
 class _Tensor(NamedTuple):
@@ -127,6 +148,12 @@ class _Step:
         self.has_state = False
         self.events: list[Event] = []
         self.phase = "build"
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What is there now."""
+        *_, allocated = Course(self.events).allocated()
+        return allocated
 
     def take(self, tensor: _Tensor, component: str = "temporaries") -> Buffer:
         shape, dtype, op, code, part = tensor
@@ -256,6 +283,10 @@ class _Step:
             self.has_state = True
             for name, shape in self.weights.items():
                 self.take_all(self._state(name, shape), "optimiser state")
+        for name, shape in self.weights.items():
+            if self._has_8_bits(name, shape):  # both moments in 32 bits, one weight at a time
+                moment, scales = self._moment(shape)
+                self.pass_by(scales, scales, moment, moment)
         if self.setup.optimizer == "muon":
             for matrices, rows, columns in self._muon_batches():
                 batch = _Tensor((matrices, rows, columns), "bfloat16", "baddbmm")
@@ -263,14 +294,27 @@ class _Step:
                 self.pass_by(batch, squares, squares, batch)
 
     def _state(self, name: str, shape: tuple[int, ...]) -> list[_Tensor]:
-        moment, size = _Tensor(shape, "float32", "zeros_like"), prod(shape)
-        if self.setup.optimizer == "muon" and len(shape) == 2 and ".h." in name:
+        moment, scales = self._moment(shape)
+        if self._is_muons(name, shape):
             return [moment]
         moments = [moment]
-        if self.setup.optimizer_bits == 8 and size >= _FEWEST_OF_8_BITS and size % _PER_SCALE == 0:
-            scales = _Tensor((size // _PER_SCALE,), "float32", "zeros")
-            moments = [moment._replace(dtype="uint8"), scales, _Tensor((_PER_SCALE,), *scales[1:])]
+        if self._has_8_bits(name, shape):
+            values = scales._replace(shape=(_PER_SCALE,))
+            moments = [moment._replace(dtype="uint8"), scales, values]
         return [_Tensor((1,), "float32", "zeros"), *moments, *moments]  # and a count of steps
+
+    def _moment(self, shape: tuple[int, ...]) -> tuple[_Tensor, _Tensor]:
+        """As large as its weight, and the scales that it has in 8 bits."""
+        scales = _Tensor((prod(shape) // _PER_SCALE,), "float32", "zeros")
+        return _Tensor(shape, "float32", "zeros_like"), scales
+
+    def _is_muons(self, name: str, shape: tuple[int, ...]) -> bool:
+        return self.setup.optimizer == "muon" and len(shape) == 2 and ".h." in name
+
+    def _has_8_bits(self, name: str, shape: tuple[int, ...]) -> bool:
+        if self.setup.optimizer_bits == 32 or self._is_muons(name, shape):
+            return False
+        return prod(shape) >= _FEWEST_OF_8_BITS and prod(shape) % _PER_SCALE == 0
 
     def _muon_batches(self) -> Iterator[tuple[int, int, int]]:
         """Matrices of a shape, as many at once as learning/muon.py takes."""
@@ -284,6 +328,9 @@ class _Step:
         """Nothing is kept: what is there at once is in a block and in the loss."""
         self.phase = "forward"
         streams = self.take_all(2 * [self.stream("add")], "temporaries")
+        if self.shape.is_modern:  # keys are turned in float32, beside queries that were
+            qkv, turned = self.result(self.product, _QKV, times=3), self.result("_to_copy", _TURNED)
+            self.pass_by(*4 * [self.stream("native_layer_norm")], qkv, turned)
         up = self.result(self.product, _MLP, times=4)
         self.pass_by(self.stream("native_layer_norm"), up, up)
         inputs = self.take(self.result("_to_copy", _INPUTS), "logits and loss")

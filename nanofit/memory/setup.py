@@ -25,6 +25,7 @@ class Setup:
     optimizer: Literal["adamw", "muon"] = "adamw"
     optimizer_bits: Literal[8, 32] = 32  # of AdamW's moments
     has_flash: bool = True  # attention; cards older than Ampere have none
+    deterministic: bool = False  # kernels, which may need a little more
 
     @property
     def attention(self) -> Attention:

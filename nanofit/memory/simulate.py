@@ -25,7 +25,7 @@ from nanofit.machine.device import Device
 from nanofit.machine.dist import Ranks
 from nanofit.memory.course import MOST_SEQUENCES, Course, Curve
 from nanofit.memory.graphs import CompiledStandIn, Graphs, compiled_graphs
-from nanofit.memory.ledger import saved_by_8_bits
+from nanofit.memory.ledger import saved_by_8_bits, update_bytes
 from nanofit.memory.setup import Attention, Setup
 from nanofit.memory.trace import MemoryTrace
 from nanofit.settings.config import TrainConfig
@@ -90,7 +90,8 @@ def simulated_need(setup: Setup) -> Hull:
     if setup.optimizer_bits == 8:  # torchao compiles its step, of which nothing is seen here
         wide = simulated_need(replace(setup, optimizer_bits=32))
         saved = saved_by_8_bits(setup)
-        return Hull(tuple(Curve(fixed - saved, slope) for fixed, slope in wide.lines))
+        lines = (Curve(fixed - saved, slope) for fixed, slope in wide.lines)
+        return Hull((*lines, Curve(update_bytes(setup), 0)))
     kept = recall("memory", setup)
     if kept is None:
         few, many = _sizes_to_simulate(setup)

@@ -1,7 +1,8 @@
-"""autofit.py, plan.py and sample.py on a card."""
+"""autofit.py, plan.py, sample.py and evaluate.py on a card."""
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +14,19 @@ from tests.card.harness import CONTEXT_MIB, MIB
 
 pytestmark = pytest.mark.covered
 
+WITHOUT_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+A_REFUSAL = "10:12282*1"  # other programs take everything until one allocation has failed
+
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    shape = GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=128)
-    saved = {"model": GPT(shape).state_dict(), "model_args": asdict(shape)}
-    torch.save(saved, tmp_path / "ckpt.pt")
-    return tmp_path / "ckpt.pt"
+    return saved(tmp_path / "ckpt.pt", width=64)
+
+
+def saved(path: Path, *, width: int) -> Path:
+    shape = GPTConfig(n_layer=1, n_head=2, n_embd=width, block_size=128)
+    torch.save({"model": GPT(shape).state_dict(), "model_args": asdict(shape)}, path)
+    return path
 
 
 @pytest.fixture
@@ -75,12 +82,15 @@ def test_plan_measures_the_card(card, flags, compiled):
         ("plan.py", "not even one sequence fits on NVIDIA GeForce RTX 4070"),
         ("autofit.py", "autofit cannot use cuda:0: its memory is full; end what uses it, or wait"),
         ("sample.py", "out of memory on NVIDIA GeForce RTX 4070; end what else uses it"),
+        ("evaluate.py", "out of memory on NVIDIA GeForce RTX 4070; end what else uses it"),
     ],
 )
-def test_full_card_is_one_line(card, flags, checkpoint, script, said):
-    run = card(memory=CONTEXT_MIB + 1).run(
-        script, *([f"--checkpoint={checkpoint}"] if script == "sample.py" else flags)
-    )
+def test_full_card_is_one_line(card, flags, checkpoint, tokens, script, said):
+    words = {
+        "sample.py": [f"--checkpoint={checkpoint}"],
+        "evaluate.py": [checkpoint, f"--dataset={tokens}"],
+    }
+    run = card(memory=CONTEXT_MIB + 1).run(script, *words.get(script, flags))
     assert run.code == 2, run
     *before, line = run.errors.splitlines()
     assert said in line
@@ -99,3 +109,33 @@ def test_text_is_sampled_on_the_card(card, train):
     assert run.output.startswith("Once")
     assert "has no bfloat16: float16 is used instead" in run.errors
     assert run.peak_bytes > CONTEXT_MIB * MIB
+
+
+def test_samples_that_do_not_fit_together_are_made_in_smaller_parts(card, checkpoint):
+    words = [f"--checkpoint={checkpoint}", "--start=Once", "--max_new_tokens=3", "--num_samples=4"]
+    run = card().run("sample.py", *words, others_after=A_REFUSAL, **WITHOUT_CACHE)
+    assert run.code == 0, run
+    for number in range(1, 5):
+        assert run.output.count(f"--- sample {number} of 4, seed {1336 + number}\nOnce") == 1
+
+
+@pytest.mark.parametrize("name", ["RTX 4070", "RTX 2060"])
+def test_validation_is_evaluated_in_what_fits_by_arithmetic(card, tmp_path, tokens, name):
+    words = [saved(tmp_path / "wide.pt", width=256), f"--dataset={tokens}", "--json"]
+    run = card(name, memory=CONTEXT_MIB + 500).run("evaluate.py", *words)
+    assert run.code == 0, run
+    answer = json.loads(run.output)
+    (model,) = answer["models"]
+    assert model["precision"] == ("bfloat16" if name == "RTX 4070" else "float16")
+    assert model["tokens"] == answer["tokens"] == 200_000
+    assert "out of memory" not in run.errors
+    used_mib = run.peak_bytes / MIB - CONTEXT_MIB
+    assert 250 < used_mib < 500
+
+
+def test_evaluation_goes_on_in_smaller_micro_batches(card, checkpoint, tokens):
+    words = [checkpoint, f"--dataset={tokens}", "--dtype=bfloat16", "--json"]
+    run = card().run("evaluate.py", *words, others_after=A_REFUSAL, **WITHOUT_CACHE)
+    assert run.code == 0, run
+    assert "out of memory with 512 sequences at once; on with 256\n" in run.errors
+    assert json.loads(run.output)["models"][0]["tokens"] == 200_000

@@ -22,6 +22,16 @@ def test_precision_is_what_was_asked_for(train, dtype):
     assert run.events("stage")[1]["now"] == "compiled"
 
 
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_deterministic_runs_add_up_embeddings_in_an_order(train, tmp_path, is_asked):
+    """Sorted, by a kernel of torch's own; else the compiler's kernel adds atomically."""
+    run = train(f"--deterministic={is_asked}", trace=tmp_path / "trace")
+    assert run.code == 0, run
+    assert run.events("stage")[1]["now"] == "compiled"
+    launched = (tmp_path / "trace").read_text()
+    assert bool(re.search(r"indexing_backward_kernelIfLi\d", launched)) == is_asked
+
+
 def test_card_without_bfloat16_takes_float16_and_says_so(card, train):
     run = train("--dtype=bfloat16", on=card("Tesla T4"))
     assert run.code == 0, run

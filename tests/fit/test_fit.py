@@ -17,7 +17,7 @@ from nanofit.machine.overhead import CUDA_CONTEXT_BYTES
 from nanofit.memory.budget import budget_of, smallest_card, usable_bytes
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
-from nanofit.settings.config import RunConfig, TrainConfig
+from nanofit.settings.config import RunConfig, Settings, TrainConfig
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError
 
@@ -53,7 +53,8 @@ def test_fit_is_the_largest_divisor_that_survives(capsys):
     assert len(list(fit.lines(96))) == 3
 
     run = replace(RUN, memory_limit=str(limit))
-    again = find_fit(SHAPE, LEARN, run, DEVICE, Ranks(), trial=None)  # which nobody may call
+    settings = Settings(SHAPE, LEARN, run)
+    again = find_fit(settings, DEVICE, Ranks(), trial=None)  # which nobody may call
     assert again.is_remembered
     assert (again.eager, again.savers) == (fit.eager, fit.savers)
     assert capsys.readouterr().out == ""
@@ -61,15 +62,15 @@ def test_fit_is_the_largest_divisor_that_survives(capsys):
 
 def test_without_autofit_the_configured_numbers_are_taken():
     for run in (replace(RUN, autofit=False, memory_limit="1MB"), RUN):
-        fit = find_fit(SHAPE, LEARN, run, DEVICE, Ranks())
+        fit = find_fit(Settings(SHAPE, LEARN, run), DEVICE, Ranks())
         assert fit.eager.size == 8
         assert list(fit.lines(96)) == []
 
 
 def test_ladder_begins_with_what_is_given_and_leaves_out_what_is_not_possible():
     def rungs(given, **settings):
-        run = replace(RUN, **settings)
-        return _Fitter(SHAPE, LEARN, run, DEVICE, 96, print)._rungs(given)
+        asked = Settings(SHAPE, LEARN, replace(RUN, **settings))
+        return _Fitter(asked, DEVICE, 96, print)._rungs(given)
 
     every = ladder(Setup(SHAPE))
     assert rungs(Savers(), on_spike="skip") == [rung for rung in every if rung.optimizer_bits > 8]
@@ -128,7 +129,7 @@ def test_what_is_offered_fits_and_twice_as_much_would_not(shape, others_mib, lar
 
     run = replace(RUN, device="cuda", on_spike="skip")  # with which there are no 8-bit moments
     with pytest.raises(InputError, match=larger) as caught:
-        find_fit(shape, LEARN, run, LAPTOP, Ranks(), trial=trial)
+        find_fit(Settings(shape, LEARN, run), LAPTOP, Ranks(), trial=trial)
     error = str(caught.value)
     limit = usable_bytes(free, run)
 
@@ -168,7 +169,7 @@ def test_fastest_is_the_smallest_size_within_two_percent_of_the_best(speeds, exp
     def attempt(size):
         survived[size] = TrialResult(tokens_per_s=speeds[size])
 
-    fitter = _Fitter(SHAPE, LEARN, RUN, DEVICE, 96, print)
+    fitter = _Fitter(Settings(SHAPE, LEARN, RUN), DEVICE, 96, print)
     assert fitter._fastest(24, attempt, survived) == expected
     assert sorted(survived) == [6, 12, 24]
 
@@ -204,4 +205,5 @@ def test_reserve_is_five_percent_and_a_little_or_as_told():
 
 
 def find(*, shape=SHAPE, **settings):
-    return find_fit(shape, LEARN, replace(RUN, **settings), DEVICE, Ranks())
+    asked = Settings(shape, LEARN, replace(RUN, **settings))
+    return find_fit(asked, DEVICE, Ranks())

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanofit.learning.chunks import chunk_rows
-from nanofit.learning.loss import _add_product_, chunked_loss, full_loss, soft_capped
+from nanofit.learning.loss import _add_product_, chunked_loss, full_loss, soft_capped, token_losses
 
 ROWS, WIDTH, VOCABULARY = 1200, 96, 3001
 FLOPS_OF_A_PRODUCT = 2 * ROWS * WIDTH * VOCABULARY
@@ -103,6 +103,34 @@ def test_each_product_is_done_once_and_in_evaluation_only_the_first():
         assert stated.get_total_flops() == counted.get_total_flops()
 
 
+@pytest.mark.parametrize(("has_bias", "cap"), [(False, None), (True, None), (True, 15.0)])
+def test_losses_of_tokens_are_what_the_textbook_means(has_bias, cap):
+    hidden, weight, targets, bias = head(torch.float64, 30.0 if cap else 1.0, has_bias)
+    losses = token_losses(*map(as_float32, (hidden, weight, targets, bias)), cap)
+    each = [
+        full_loss_in_float64(hidden[[row]], weight, targets[[row]], bias, cap)
+        for row in range(0, ROWS, 7)
+        if targets[row] >= 0
+    ]
+    kept = losses[::7][targets[::7] >= 0]
+    torch.testing.assert_close(kept.double(), torch.stack(each), rtol=1e-5, atol=1e-6)
+    assert (losses[targets < 0] == 0).all()
+    mean = losses.double().sum() / (targets >= 0).sum()
+    exact = full_loss_in_float64(hidden, weight, targets, bias, cap)
+    torch.testing.assert_close(mean, exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("cap", [None, 15.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_of_tokens_mean_the_loss_of_an_evaluation(dtype, cap):
+    hidden, weight, targets, bias = head(spread=3.0)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = chunked_loss(hidden, weight, targets, bias, cap)
+        losses = token_losses(hidden, weight, targets, bias, cap)
+    assert losses.dtype == torch.float32
+    assert (losses.sum() / (targets >= 0).sum()).item() == pytest.approx(loss.item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_opaque_op_returns_new_tensors_of_the_shapes_it_states(with_gradients):
     arguments = (*inputs(), torch.float32, with_gradients)
@@ -111,18 +139,25 @@ def test_opaque_op_returns_new_tensors_of_the_shapes_it_states(with_gradients):
 
 
 def test_simulation_sees_the_chunk_buffers():
-    class Allocations(TorchDispatchMode):
-        largest = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                self.largest = max(self.largest, result.untyped_storage().nbytes())
-            return result
-
     with FakeTensorMode(), Allocations() as seen:
         differentiate(chunked_loss, *inputs(), autocast=torch.bfloat16)
     assert seen.largest == chunk_rows(WIDTH) * VOCABULARY * 4
+
+
+def test_losses_of_tokens_hold_no_more_logits_than_a_chunk_has():
+    with Allocations() as seen:
+        token_losses(*inputs())
+    assert seen.largest == chunk_rows(WIDTH) * VOCABULARY * 4
+
+
+class Allocations(TorchDispatchMode):
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result
 
 
 # a head with a bias and softly capped logits
@@ -223,6 +258,10 @@ def head(dtype: torch.dtype = torch.float32, spread: float = 1.0, has_bias: bool
     hidden, weight, targets = inputs(dtype)
     bias = 0.3 * spread * torch.randn(VOCABULARY).to(dtype) if has_bias else None
     return hidden, spread * weight, targets, bias
+
+
+def as_float32(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.float() if tensor is not None and tensor.is_floating_point() else tensor
 
 
 def inputs(dtype: torch.dtype = torch.float32):

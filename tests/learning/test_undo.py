@@ -98,6 +98,19 @@ def test_without_room_or_limit_nothing_is_copied(memory, why):
     assert not learner.undo.undo()
 
 
+def test_copies_leave_room_for_what_an_update_needs_itself(memory):
+    """8-bit moments are in 32 bits for a while, two at a time, those of the largest weight."""
+    pytest.importorskip("torchao")
+    learner = Learner(8, memory)
+    largest = max(parameter.nbytes for parameter in learner.model.parameters())
+    assert learner.optimizer.workspace_bytes == 2 * largest
+    memory.vacated_bytes = lambda: 2 * largest  # enough for the copies, but not for both
+    learner.is_interrupted = True
+    with pytest.raises(torch.OutOfMemoryError):
+        learner.update()
+    assert not learner.undo.undo()
+
+
 def are_equal(some: list, others: list) -> bool:
     return len(some) == len(others) and all(
         torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

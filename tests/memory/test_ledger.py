@@ -3,11 +3,16 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT
-from nanofit.memory.ledger import WrittenNeed, covers, saved_by_8_bits, write_down
+from nanofit.memory.course import Course
+from nanofit.memory.ledger import WrittenNeed, covers, saved_by_8_bits, update_bytes, write_down
+from nanofit.memory.need import evaluation_need
 from nanofit.memory.setup import Setup
+from nanofit.memory.simulate import as_on_cuda, model_of, simulated_device
+from nanofit.memory.trace import MemoryTrace
 from nanofit.settings.config import load_config
 from nanofit.settings.shape import GPTConfig
 from tests.conftest import PROJECT
@@ -74,6 +79,24 @@ def test_dropout_and_heads_that_attention_pads_are_within_2_percent(stage, dropo
 def test_few_and_many_sequences_are_within_4_percent(arch, size, stage):
     setup = Setup(replace(SMALL, arch=arch), **stage)
     assert error_of(setup, size) == pytest.approx(0, abs=0.04)
+
+
+@ARCHS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_evaluation_alone_is_within_2_percent_of_what_it_allocates(arch, dtype):
+    setup = Setup(replace(SMALL, arch=arch), dtype=dtype)
+    trace = MemoryTrace(setup.attention)
+    with FakeTensorMode(), as_on_cuda(setup), trace, torch.no_grad():
+        model = model_of(setup).eval()
+        *_, weights_bytes = Course(trace.events).allocated()
+        tokens = torch.randint(setup.shape.vocab_size, (32, setup.shape.block_size))
+        with simulated_device(setup).autocast():
+            losses = model.token_losses(tokens, tokens)
+    assert losses.shape == tokens.shape
+    allocated_bytes = Course(trace.events).peak_bytes - weights_bytes
+    need = evaluation_need(setup)
+    assert need.at(32) == pytest.approx(allocated_bytes, rel=0.02)
+    assert need.largest(1.05 * allocated_bytes) in (31, 32, 33)
 
 
 def test_muon_is_within_1_percent_where_its_update_is_the_peak():
@@ -148,6 +171,21 @@ def test_8_bit_moments_save_three_quarters_of_adamws_and_nothing_of_muons():
     assert muon == pytest.approx(expected, rel=0.02)
     wide, narrow = (Setup(SMALL, optimizer_bits=bits) for bits in (32, 8))
     assert WrittenNeed(wide).at(4) - WrittenNeed(narrow).at(4) == adamw
+
+
+def test_8_bit_moments_of_one_weight_at_a_time_are_in_32_bits_during_an_update():
+    setup = Setup(replace(SMALL, block_size=16), optimizer_bits=8)
+    parameters, table = setup.shape.parameters, SMALL.vocab_size * SMALL.n_embd
+    held = (4 + 4 + 2 * (1 + 4 / 256)) * parameters  # weights, gradients, moments and their scales
+    assert update_bytes(setup) == pytest.approx(held + 2 * table * (4 + 4 / 256), rel=0.005)
+    course = write_down(setup, 1)
+    phases = [event.phase for event in course.events]
+    of_update = (
+        allocated
+        for phase, allocated in zip(phases, course.allocated(), strict=True)
+        if phase == "optimiser"
+    )
+    assert max(of_update) == pytest.approx(update_bytes(setup), rel=0.001)
 
 
 def test_largest_micro_batch_is_the_last_one_under_the_limit():
