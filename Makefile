@@ -14,7 +14,11 @@ help:
 DEMO_LIMIT := $(if $(filter Linux,$(shell uname -s)),--memory_limit=2GB)
 define DEMO_ENDS
 
-That was all of it: shard, plan, fit, training, text. What to do next:
+That was all of it: shard, plan, fit, training, text. The story of the run, to look at in a browser:
+
+  $(CURDIR)/out-demo/report.html
+
+What to do next:
 
   source .venv/bin/activate
 

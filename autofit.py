@@ -25,21 +25,20 @@ from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
 from nanofit.memory.explain import explain
 from nanofit.memory.picture import figure_class, save_png
 from nanofit.memory.tables import show
-from nanofit.settings.config import RunConfig, TrainConfig, load_config
-from nanofit.settings.shape import GPTConfig
+from nanofit.settings.config import Settings, load_config
 from nanofit.terminal import FlagParser, InputError, parse_size, run_script
 
 
 def main(argv: Sequence[str]) -> None:
     asked, rest = _parse(argv)
-    shape, learn, run = load_config(rest)
+    settings = load_config(rest)
     if asked.explain:
-        _explain(asked, shape, learn, run)
+        _explain(asked, settings)
     else:
-        _fit(asked, shape, learn, run)
+        _fit(asked, settings)
 
 
-def _fit(asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> None:
+def _fit(asked: argparse.Namespace, settings: Settings) -> None:
     """Find what fits on this machine, as train.py does before its first step."""
     from nanofit.fit.fit import find_fit  # and torch, which takes seconds to load
     from nanofit.fit.trial import share_compile_cache
@@ -50,6 +49,7 @@ def _fit(asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: R
         raise InputError(
             "--gpu, --vram, --simulate and --png go with --explain: trials need the card itself"
         )
+    run = replace(settings.run, autofit=True, eval_only=False)
     device = describe_device(run.device, run.dtype)
     if device.type != "cuda" and run.memory_limit is None:
         raise InputError(
@@ -59,24 +59,21 @@ def _fit(asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: R
     if device.note:
         print(f"note    {device.note}", file=sys.stderr)
     share_compile_cache()
-    fit = find_fit(shape, learn, replace(run, autofit=True, eval_only=False), device, Ranks())
+    fit = find_fit(settings._replace(run=run), device, Ranks())
     if asked.json:
         print(json.dumps(fit.as_dict(), indent=2))
     else:
-        print("\n".join(fit.lines(learn.sequences_per_step)))
+        print("\n".join(fit.lines(settings.learn.sequences_per_step)))
 
 
-def _explain(
-    asked: argparse.Namespace, shape: GPTConfig, learn: TrainConfig, run: RunConfig
-) -> None:
+def _explain(asked: argparse.Namespace, settings: Settings) -> None:
+    run = settings.run
     budget = budget_of(asked.gpu, asked.vram, run)
     if asked.png:
         figure_class()  # not to find out a minute later that it is missing
     with Console(stderr=True).status("") as status:
         told = explain(
-            shape,
-            learn,
-            run,
+            settings,
             budget,
             dtype=dtype_of(asked.gpu, run),
             has_flash=has_flash_on(asked.gpu, run),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from nanofit.learning.loss import chunked_loss, full_loss, soft_capped
+from nanofit.learning.loss import chunked_loss, full_loss, soft_capped, token_losses
 from nanofit.settings.shape import GPTConfig, Recompute
 from nanofit.terminal import InputError, first_line
 from nanofit.weights import read_weights
@@ -76,7 +76,7 @@ class GPT(nn.Module):
     def from_checkpoint(
         cls, path: str | Path, *, loss: Literal["chunked", "full"] = "chunked", dropout: float = 0.0
     ) -> "GPT":
-        """A model with the weights of our checkpoint, nanoGPT's, or a Hugging Face GPT-2 folder."""
+        """A model with the weights of our checkpoint, nanoGPT's, or a Hugging Face folder."""
         shape, weights = read_weights(Path(path))
         try:
             model = cls(GPTConfig(**{**shape, "dropout": dropout}), loss=loss)
@@ -92,6 +92,12 @@ class GPT(nn.Module):
         head = self.lm_head
         hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (B·T, C), (B·T)
         return self.loss(hidden, head.weight, targets, head.bias, self.logit_cap)
+
+    def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each token (B, T), 0 where its target is below 0; without gradients."""
+        hidden, head = self._hidden(idx).flatten(0, 1), self.lm_head  # (B·T, C)
+        losses = token_losses(hidden, head.weight, targets.flatten(), head.bias, self.logit_cap)
+        return losses.view(targets.shape)
 
     def next_logits(self, idx: Tensor, cache: "KVCache | None" = None) -> Tensor:
         """Logits of the token that follows; with a cache, `idx` is only what it has not seen."""
@@ -237,12 +243,13 @@ class CausalSelfAttention(nn.Module):
         heads = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         placed = self._placed(*heads.unbind(2), turns)  # each (B, T, H, D)
         q, k, v = (one.transpose(1, 2) for one in placed)  # each (B, H, T, D)
+        mask = None
         if cache:
+            mask = cache.mask(q)
             k, v = cache.extend(layer, k, v)  # (B, H, seen + T, D)
         dropout_p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=T > 1, dropout_p=dropout_p, scale=self.scale
-        )
+        sight = {"is_causal": T > 1} if mask is None else {"attn_mask": mask}
+        y = F.scaled_dot_product_attention(q, k, v, **sight, dropout_p=dropout_p, scale=self.scale)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
 
@@ -349,9 +356,15 @@ class KVCache:
         self._block_size = model.config.block_size
         self._layers: dict[int, Tensor] = {}  # each (2, B, H, block_size, D)
 
+    def mask(self, q: Tensor) -> Tensor | None:
+        """Which tokens each new one may look at; None for one alone, or with none before them."""
+        T = q.size(2)
+        if self.length == 0 or T == 1:
+            return None
+        return q.new_ones(T, self.length + T, dtype=torch.bool).tril(self.length)  # (T, seen + T)
+
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return all of them."""
-        assert k.size(2) == 1 or self.length == 0, "several tokens at once only into an empty cache"
         if layer not in self._layers:
             B, H, _, D = k.shape
             self._layers[layer] = k.new_empty(2, B, H, self._block_size, D)

@@ -36,7 +36,7 @@ from nanofit.outlook.plan import (
     within_budget,
 )
 from nanofit.outlook.scaling import FADING_EPOCHS, FEWEST_TOKENS, LIKE_NEW_EPOCHS
-from nanofit.settings.config import RunConfig, TrainConfig, load_config
+from nanofit.settings.config import Settings, load_config
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import FlagParser, InputError, compact, duration, run_script
 
@@ -53,19 +53,15 @@ COLUMNS = 100
 
 def main(argv: Sequence[str]) -> None:
     asked, rest = _parse(argv)
-    shape, learn, run = load_config(rest)
+    settings = load_config(rest)
     budget = {name: getattr(asked, name) for name in BUDGETS}
     if not any(budget.values()):
-        budget["hours"] = learn.hours
-    data = find_data(shape, run, unique_tokens=asked.unique_tokens, shard=asked.shard)
-    speed = (
-        speed_of_card(asked.gpu, shape, learn, run) if asked.gpu else _measure(shape, learn, run)
-    )
+        budget["hours"] = settings.learn.hours
+    data = find_data(settings, unique_tokens=asked.unique_tokens, shard=asked.shard)
+    speed = speed_of_card(asked.gpu, settings) if asked.gpu else _measure(settings)
     plan = Plan(
         words=tuple(rest),
-        shape=shape,
-        learn=within_budget(shape, learn, data, speed, **budget),
-        run=run,
+        settings=within_budget(settings, data, speed, **budget),
         data=data,
         speed=speed,
         gpu=asked.gpu,
@@ -76,16 +72,16 @@ def main(argv: Sequence[str]) -> None:
         _print(plan)
 
 
-def _measure(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Speed:
+def _measure(settings: Settings) -> Speed:
     from nanofit.fit.speed import measure_speed  # and torch, which takes seconds to load
 
-    measured = measure_speed(shape, learn, run)
+    measured = measure_speed(settings)
     device, tokens_per_s = measured.device, measured.tokens_per_s
     source = (
         f"measured here: {device.name}, {device.precision}, real training steps on micro-batches "
-        f"of {measured.micro_batch_size} × {shape.block_size} random tokens"
+        f"of {measured.micro_batch_size} × {settings.shape.block_size} random tokens"
     )
-    if device.type == "cuda" and run.compile:
+    if device.type == "cuda" and settings.run.compile:
         source += f", × {COMPILE_GAIN} for torch.compile (published: 1.5 to 1.85)"
         tokens_per_s *= COMPILE_GAIN
     return Speed(tokens_per_s, known_card(device.name), source)

@@ -41,7 +41,7 @@ from nanofit.machine.dist import Ranks
 from nanofit.machine.memory import is_out_of_memory
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
-from nanofit.settings.config import RunConfig, TrainConfig
+from nanofit.settings.config import RunConfig, Settings, TrainConfig
 from nanofit.settings.shape import GPTConfig
 
 MIB = 2**20
@@ -225,7 +225,7 @@ def ours_warm(limit_bytes: int) -> dict:
     )
     started = time.monotonic()
     device = describe_device("cpu", "float32")
-    fit = nanofit.fit.fit.find_fit(SHAPE, TrainConfig(), run, device, Ranks())
+    fit = nanofit.fit.fit.find_fit(Settings(SHAPE, TrainConfig(), run), device, Ranks())
     search.seconds = time.monotonic() - started
     search.size, search.peak_bytes = fit.eager.size, fit.eager.peak_bytes
     search.steps = 2 * len(search.trials)

@@ -32,7 +32,7 @@ from nanofit.machine.dist import Ranks
 from nanofit.memory.budget import LEAST_RESERVE_BYTES, RESERVE_SHARE
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
-from nanofit.settings.config import PROJECT, load_config
+from nanofit.settings.config import PROJECT, Settings, load_config
 from nanofit.terminal import InputError, first_line, run_script
 
 CARDS = (
@@ -115,7 +115,7 @@ def _fit_here(config: Path, *, compiled: bool) -> Iterator[dict[str, Any]]:
     shape, learn, run = load_config([str(config)])
     run = replace(run, compile=compiled, autofit=True)
     device = describe_device("cuda", run.dtype)
-    fit = find_fit(shape, learn, run, device, Ranks(), trial=_trial_here)
+    fit = find_fit(Settings(shape, learn, run), device, Ranks(), trial=_trial_here)
     for stage in (fit.eager, fit.compiled)[: 1 + compiled]:
         setup = Setup(
             shape,

@@ -30,8 +30,7 @@ from nanofit.outlook.forecast import (
     step_of,
 )
 from nanofit.outlook.roofline import PARTS, Step, seconds_by_part
-from nanofit.settings.config import RunConfig, TrainConfig, load_config
-from nanofit.settings.shape import GPTConfig
+from nanofit.settings.config import Settings, load_config
 from nanofit.terminal import run_script
 
 CONFIGS = {"124M": "config/train_gpt2_124m.py", "77M": "config/train_fineweb.py"}
@@ -94,7 +93,7 @@ def main(_: Sequence[str]) -> None:
             "| card | TFLOPS | GB/s | micro-batch | " + " | ".join(PARTS) + " | share | tokens/s |"
             "\n|---|" + "--:|" * (len(PARTS) + 5)
         )
-        for line in _forecasts(*load_config([path])):
+        for line in _forecasts(load_config([path])):
             print(line)
 
 
@@ -127,10 +126,11 @@ def _checks() -> Iterator[str]:
     yield f"| largest error of the first three | | | | | {cells} |"
 
 
-def _forecasts(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Iterator[str]:
+def _forecasts(settings: Settings) -> Iterator[str]:
+    shape, learn, run = settings
     for name in CARDS:
         card = find_card(name)
-        size = _micro_batch(card, shape, learn, run)
+        size = _micro_batch(card, settings)
         step = step_of(
             shape, run.loss, micro_batch_size=size, sequences_per_step=learn.sequences_per_step
         )
@@ -143,8 +143,9 @@ def _forecasts(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Iterator
         )
 
 
-def _micro_batch(card: Card, shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> int:
+def _micro_batch(card: Card, settings: Settings) -> int:
     """The config's, or the largest that should fit if that is less."""
+    shape, learn, run = settings
     setup = Setup(shape, dtype=run.dtype, loss=run.loss, compiled=True)
     budget = budget_of(card.name, None, run)
     room_bytes = budget.limit_bytes - budget.overhead.library_bytes

@@ -20,7 +20,7 @@ COMMANDS = {
     "import torch": (["-c", "import torch"], None),
     **{
         f"{script} --help": ([f"{script}.py", "--help"], 1.0)
-        for script in ("prepare_fineweb", "plan", "autofit", "train", "sample")
+        for script in ("prepare_fineweb", "plan", "autofit", "train", "sample", "report")
     },
     "plan --gpu": (PLAN, 2.0),
 }

@@ -26,3 +26,4 @@ compile = True  # needs a C++ compiler on a CPU; without one the run says so and
 eval_interval = 200
 eval_iters = 16
 log_interval = 50
+sample_prompts = "One morning"

@@ -1,6 +1,7 @@
-"""Files that are either whole or absent."""
+"""Files and folders that are either whole or absent."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,12 +10,14 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """Yield a temporary path to write to; on success it is made durable and takes the final name.
 
     Until then whatever was at `path` stays as it is: a kill, a full disk or an error loses nothing.
+    What is shared several processes may write at once, and the last one's stays.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    own = f".{os.getpid()}" if is_shared else ""
+    temporary = path.with_name(f"{path.name}{own}.tmp")
     try:
         yield temporary
         sync(temporary)
@@ -23,6 +26,31 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder to fill; on success it is made durable and replaces what was at `path`.
+
+    Until then that stays as it is; a kill may leave the new folder, with the process's id, behind.
+    """
+    temporary, old = (path.with_name(f"{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            sync(file)
+        sync(temporary)
+        if path.exists():
+            path.replace(old)
+        temporary.replace(path)
+        sync(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if old.exists() and not path.exists():
+            old.replace(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

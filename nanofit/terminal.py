@@ -7,10 +7,11 @@ import re
 import shutil
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 MAIN_SPEAKS_FIRST_S = 3.0
+LEAVING_S = 20.0
 MOST_BAR = 24  # columns
 
 
@@ -54,9 +56,12 @@ def _leave_at_once(code: int) -> NoReturn:
     """End the process without taking the interpreter apart.
 
     A thread of torch's, gloo's or autograd's, that lets go of its last tensor meanwhile aborts the
-    process, once in a dozen times, and torchrun then calls all of the run a failure.
+    process, once in a dozen times, and torchrun then calls all of the run a failure. What libraries
+    still have to do gets its time, but not for ever: a tracker may wait for a dead network.
     """
-    atexit._run_exitfuncs()
+    leaving = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    leaving.start()
+    leaving.join(LEAVING_S)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody may be reading any more
             stream.flush()
@@ -93,18 +98,31 @@ class Progress:
     """How far a long job is and how long it will still take.
 
     On a terminal this is one live line; in a file or a pipe a plain line every `every_s` seconds.
+    It goes to standard output unless that is for a result.
     """
 
     def __init__(
-        self, label: str, total: int, *, done: int = 0, every_s: float = 10.0, quiet: bool = False
+        self,
+        label: str,
+        total: int,
+        *,
+        done: int = 0,
+        every_s: float = 10.0,
+        quiet: bool = False,
+        stream: TextIO | None = None,
     ):
         self.label, self.total, self.done, self.every_s = label, total, done, every_s
         self.note = ""
         self._first, self._started = done, time.monotonic()
         self._next_line = self._started + every_s
         self._quiet = quiet
+        stream = stream or sys.stdout
         self._console = _Console(
-            quiet=quiet, highlight=False, soft_wrap=True, force_terminal=sys.stdout.isatty()
+            file=stream,
+            quiet=quiet,
+            highlight=False,
+            soft_wrap=True,
+            force_terminal=stream.isatty(),
         )
         self._live = None
 

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: our checkpoints, nanoGPT's, or a local Hugging Face GPT-2 folder."""
+"""Weights from and for elsewhere: our checkpoints, nanoGPT's, Hugging Face's folders."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,9 @@ from nanofit.terminal import InputError, first_line
 
 # Hugging Face keeps these as Conv1D: input features first.
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+_TABLES = ("transformer.wte.", "transformer.wpe.")
 _ARCH_OF_GELU = {"gelu": "gpt2", "gelu_new": "gpt2-tanh", "gelu_pytorch_tanh": "gpt2-tanh"}
+_MODERN = "nanofit"  # its model_type, as in nanofit/export/modeling_nanofit.py
 
 
 def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -49,6 +51,25 @@ def without_compile_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
 
 
+def to_hugging_face(
+    shape: dict[str, Any], weights: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors by which transformers knows this model."""
+    config = {name: shape[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    config["n_positions"] = shape["block_size"]
+    if shape["arch"] == "modern":
+        return {"model_type": _MODERN, "bias": shape["bias"], **config}, weights
+    gelu = next(name for name, arch in _ARCH_OF_GELU.items() if arch == shape["arch"])
+    tensors = {}
+    for name, tensor in weights.items():
+        if name == "lm_head.weight":  # tied
+            continue
+        tensors[name] = tensor.t() if name.endswith(_TRANSPOSED) else tensor
+        if not shape["bias"] and not name.startswith(_TABLES):  # zeros are none
+            tensors[name.replace(".weight", ".bias")] = tensor.new_zeros(tensor.size(0))
+    return {"model_type": "gpt2", "activation_function": gelu, **config}, tensors
+
+
 def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -60,20 +81,24 @@ def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{folder} does not hold a GPT-2 ({reason})") from error
+    if shape["arch"] == "modern":
+        return shape, {name: tensor.float() for name, tensor in stored.items()}
     return shape, _rename_hugging_face(_without_masks(stored))
 
 
 def _shape_of_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
-    if config["model_type"] != "gpt2":
+    if config["model_type"] not in ("gpt2", _MODERN):
         raise ValueError(f"it is a {config['model_type']} model")
+    is_modern = config["model_type"] == _MODERN
+    gelu = config.get("activation_function", "gelu_new")
     return {
         "n_layer": config["n_layer"],
         "n_head": config["n_head"],
         "n_embd": config["n_embd"],
         "block_size": config["n_positions"],
         "vocab_size": config["vocab_size"],
-        "bias": True,
-        "arch": _ARCH_OF_GELU[config.get("activation_function", "gelu_new")],
+        "bias": config["bias"] if is_modern else True,
+        "arch": "modern" if is_modern else _ARCH_OF_GELU[gelu],
     }
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests import processes
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests themselves run side by side
 os.environ["WANDB_MODE"] = "offline"
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 for wish in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):  # of who runs them
     os.environ.pop(wish, None)
 
@@ -24,7 +26,7 @@ TINY_MODEL = (
     "--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=64 "
     "--batch_size=4 --gradient_accumulation_steps=2 --learning_rate=1e-2 --min_lr=1e-3 "
     "--warmup_iters=2 --max_iters=12 --eval_interval=6 --eval_iters=2 --log_interval=1 "
-    "--device=cpu --compile=False"
+    "--device=cpu --compile=False --report=False"
 ).split()
 
 
@@ -52,6 +54,7 @@ def shared_cache(tmp_path_factory) -> Path:
     if "PYTEST_XDIST_WORKER" in os.environ:  # whose folders lie side by side
         folder = folder.parent
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    os.environ["HF_HOME"] = str(folder / "cache" / "huggingface")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache" / "compiled")
     return folder / "cache"
 
@@ -82,7 +85,8 @@ def tiny_dataset(tmp_path_factory) -> Path:
         tokens = np.concatenate([np.arange(20) * s + s for s in strides]).astype(np.uint16)
         tokens %= VOCABULARY
         tokens.tofile(folder / f"{split}.bin")
-        splits[split] = {"bins": [{"file": f"{split}.bin", "tokens": len(tokens)}]}
+        bins = [{"file": f"{split}.bin", "tokens": len(tokens)}]
+        splits[split] = {"bins": bins, "tokens": len(tokens), "text_bytes": 3 * len(tokens)}
     meta = {"format": 1, "vocab_size": VOCABULARY, "splits": splits}
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
@@ -110,6 +114,13 @@ def run_tiny(dataset: Path, *flags: str, out_dir: Path, ranks: int = 1):
 
 def read_metrics(out_dir: Path, kind: str, value: str) -> dict[int, float]:
     """One value by step; where a step was repeated after a resume, the later line counts."""
+    return {record["step"]: record[value] for record in read_records(out_dir, kind)}
+
+
+def read_records(out_dir: Path, kind: str) -> list[dict[str, Any]]:
     lines = (out_dir / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {r["step"]: r[value] for r in records if r["kind"] == kind}
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def read_events(out_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_records(out_dir, "event") if event["name"] == name]

@@ -1,4 +1,4 @@
-"""A file is either whole or what it was before: after an error, a kill and a full disk."""
+"""A file or folder is whole or what it was before: after an error, a kill and a full disk."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanofit.files import atomic_write, sync
+from nanofit.files import atomic_folder, atomic_write, sync
 from nanofit.settings.config import PROJECT
 from tests import processes
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from nanofit.files import atomic_write
 
 {before}
-with atomic_write(Path(sys.argv[1])) as temporary:
+with atomic_write(Path(sys.argv[1]), is_shared={is_shared}) as temporary:
     temporary.write_bytes(b"new" * 100_000)
     {after}
 """
@@ -30,8 +30,8 @@ def path(tmp_path):
     return path
 
 
-def run_child(path, *, before="", after=""):
-    code = CHILD.format(before=before, after=after)
+def run_child(path, *, before="", after="", is_shared=False):
+    code = CHILD.format(before=before, after=after, is_shared=is_shared)
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}
     return processes.run([sys.executable, "-c", code, path], env=environment)
 
@@ -115,3 +115,55 @@ def test_sync_takes_files_and_folders_and_tells_what_is_missing(tmp_path):
     sync(tmp_path)
     with pytest.raises(FileNotFoundError):
         sync(tmp_path / "none")
+
+
+def test_what_several_write_at_once_is_whole_and_the_last_stays(path):
+    with atomic_write(path, is_shared=True) as temporary:
+        temporary.write_bytes(b"mine")
+        assert run_child(path, is_shared=True).returncode == 0
+        assert path.read_bytes() == b"new" * 100_000
+    assert path.read_bytes() == b"mine"
+    assert names(path) == ["some.file"]
+
+
+def fill(folder: Path) -> Path:
+    """A folder with an old file."""
+    folder.mkdir()
+    (folder / "old.file").touch()
+    return folder
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_whole_folder_takes_the_name_and_what_was_there_goes(tmp_path, is_first):
+    folder = tmp_path / "folder" if is_first else fill(tmp_path / "folder")
+    with atomic_folder(folder) as temporary:
+        assert temporary.parent == tmp_path
+        (temporary / "new.file").write_bytes(b"new")
+        assert folder.exists() != is_first
+    assert [file.name for file in folder.iterdir()] == ["new.file"]
+    assert names(folder) == ["folder"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_an_error_leaves_the_old_folder_and_nothing_else(tmp_path, error):
+    folder = fill(tmp_path / "folder")
+    with pytest.raises(error), atomic_folder(folder) as temporary:
+        (temporary / "new.file").write_bytes(b"half")
+        raise error
+    assert [file.name for file in folder.iterdir()] == ["old.file"]
+    assert names(folder) == ["folder"]
+
+
+def test_a_folder_that_cannot_take_the_name_leaves_the_old_one(tmp_path, monkeypatch):
+    folder, replace = fill(tmp_path / "folder"), Path.replace
+
+    def refuse_new(path, target):
+        if path.suffix == ".tmp":
+            raise PermissionError
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", refuse_new)
+    with pytest.raises(PermissionError), atomic_folder(folder):
+        pass
+    assert [file.name for file in folder.iterdir()] == ["old.file"]
+    assert names(folder) == ["folder"]

@@ -210,6 +210,28 @@ def test_blocks_run_again_in_training_alone():
 
 
 @ARCHITECTURES
+def test_losses_of_tokens_are_those_of_the_logits_at_their_places(shape):
+    model = shaken(GPT(shape)).double().eval()
+    idx, targets = torch.randint(0, 101, (2, 3, 24))
+    targets[1, 5:9] = -1
+    log_probs = model(idx).double().log_softmax(-1)
+    expected = -log_probs.gather(2, targets.clamp(min=0).unsqueeze(2)).squeeze(2)
+    expected[targets < 0] = 0
+    losses = model.token_losses(idx, targets)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize("pieces", [[24], [1, 23], [7, 1, 1, 9, 6], [20, 4]])
+def test_cache_filled_in_pieces_gives_the_logits_of_the_whole(shape, pieces):
+    model, idx = shaken(GPT(shape)).eval(), torch.randint(0, 101, (2, 24))
+    cache, whole = KVCache(model), model(idx)
+    for piece in idx.split(pieces, dim=1):
+        logits = model.next_logits(piece, cache)
+        torch.testing.assert_close(logits, whole[:, cache.length - 1], rtol=0, atol=1e-5)
+
+
+@ARCHITECTURES
 def test_cropped_model_gives_the_same_logits_for_short_sequences(shape):
     model, idx = shaken(GPT(shape)).eval(), torch.randint(0, 101, (2, 10))
     before = model(idx)

@@ -27,8 +27,7 @@ from nanofit.memory.budget import budget_of
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
 from nanofit.outlook.plan import Data, Plan, speed_of_card, within_budget
-from nanofit.settings.config import RunConfig, TrainConfig, load_config
-from nanofit.settings.shape import GPTConfig
+from nanofit.settings.config import Settings, load_config
 from nanofit.terminal import InputError
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL
@@ -203,9 +202,10 @@ def test_measured_speed_counts_one_update_a_step_as_a_whole_step_does(
     monkeypatch.setattr(speed.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(speed, "TRIAL_S", trial_s)
     batch = ["--batch_size=4", "--gradient_accumulation_steps=30", f"--optimizer={optimizer}"]
-    shape, learn, run = load_config([*TINY_MODEL, *batch])
+    settings = load_config([*TINY_MODEL, *batch])
+    shape, learn, _ = settings
     try:
-        measured = speed.measure_speed(shape, learn, run)
+        measured = speed.measure_speed(settings)
         started, device, model = now[0], measured.device, GPT(shape)
         whole = random_micro_batches(
             learn.batch_size,
@@ -351,12 +351,13 @@ def test_the_evening_config_is_the_smallest_of_the_best_shapes_in_its_hours(plan
     told = planned(EVENING, *ON_4070, "--unique_tokens=0.72B")
     assert told["asked"]["seconds"] / 3600 == pytest.approx(5, abs=0.1)
     assert told["asked"]["epochs"] == pytest.approx(1.06, abs=0.005)
-    shape, learn, run = load_config([EVENING])
+    settings = load_config([EVENING])
+    shape = settings.shape
     losses = {}
     for layers in range(2, 33):
         for heads in range(2, 17):
             other = replace(shape, n_layer=layers, n_head=heads, n_embd=128 * heads)
-            losses[other] = loss_in_five_hours(other, learn, run)
+            losses[other] = loss_in_five_hours(settings._replace(shape=other))
     meant = {s: loss for s, loss in losses.items() if loss and s.n_embd <= 110 * s.n_layer}
     good = [s for s, loss in meant.items() if loss <= min(meant.values()) + 0.003]
     assert min(good, key=lambda s: s.parameters) == shape
@@ -365,11 +366,11 @@ def test_the_evening_config_is_the_smallest_of_the_best_shapes_in_its_hours(plan
     assert losses[shape] - losses[flat] == pytest.approx(0.026, abs=0.001)
 
 
-def loss_in_five_hours(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> float | None:
+def loss_in_five_hours(settings: Settings) -> float | None:
     data = Data(720_000_000, 720_000_000, "as given")
-    speed = speed_of_card("RTX 4070", shape, learn, run)
-    learn = within_budget(shape, learn, data, speed, hours=5, tokens=None, epochs=None)
-    return Plan((), shape, learn, run, data, speed, None).forecast.loss
+    speed = speed_of_card("RTX 4070", settings)
+    settings = within_budget(settings, data, speed, hours=5, tokens=None, epochs=None)
+    return Plan((), settings, data, speed, None).forecast.loss
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,13 @@ def test_progress_in_a_pipe_is_plain_lines_with_the_time_left():
     assert last.rstrip() == ("done [bold]all[/bold] × 4 " + "long " * 60).rstrip()
 
 
+def test_progress_leaves_standard_output_to_a_result():
+    to_errors = REPORTING.replace("4, every_s", "4, stream=sys.stderr, every_s")
+    done = run("import sys\n" + to_errors.format(every_s=0))
+    assert done.stdout == ""
+    assert "counting 25%  seen 1" in done.stderr
+
+
 @pytest.mark.parametrize("demand", [{}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1"}])
 def test_no_escape_code_reaches_a_pipe(demand):
     done = run(REPORTING.format(every_s=0), **demand)

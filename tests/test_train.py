@@ -23,11 +23,13 @@ from nanofit.data.tokens import open_bins
 from nanofit.learning.optim import build_optimizer
 from nanofit.machine.device import describe_device
 from nanofit.machine.dist import Ranks
-from nanofit.run.stop import watch_for_stop
+from nanofit.run.signals import watch_for_requests
 from nanofit.settings.config import load_config
+from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError
+from nanofit.use.samples import take_samples
 from tests import processes
-from tests.conftest import PROJECT, TINY_MODEL, read_metrics, run_tiny
+from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics, read_records, run_tiny
 from tests.processes import wait_for
 
 HALF_WAY = 7
@@ -37,12 +39,57 @@ def test_loss_falls_and_the_run_tells_what_it_derives(tiny_run, tmp_path):
     done = tiny_run()
     assert done.returncode == 0, done.stderr
     assert "4 × 2 = 8 sequences, 128 tokens" in done.stdout
-    # What an evaluation that runs out of memory would lose is saved before it.
-    assert done.stdout.index("step 6   saved") < done.stdout.index("step 6   validation")
+    saved = read_events(tmp_path / "out", "saved")
+    assert [Path(one["path"]).name for one in saved if one["step"] == 6] == [
+        "ckpt-00000006.pt",  # before the evaluation: what that could lose, out of memory, is safe
+        "ckpt-best.pt",
+    ]
     losses = read_metrics(tmp_path / "out", "step", "loss")
     assert sorted(losses) == list(range(12))
     assert losses[11] < losses[0] - 0.5
     assert sorted(read_metrics(tmp_path / "out", "eval", "val_loss")) == [6, 12]
+
+
+def test_each_launch_begins_with_a_record_of_what_it_is(tiny_run, tiny_dataset, tmp_path):
+    """So that a report needs no other file."""
+    assert tiny_run("--max_iters=6").returncode == 0
+    assert tiny_run("--max_iters=12", "--log_interval=2").returncode == 0
+    first, second = read_records(tmp_path / "out", "run")
+    assert (first["step"], second["step"]) == (0, 6)
+    assert (first["settings"]["log_interval"], second["settings"]["log_interval"]) == (1, 2)
+    settings, saved = second["settings"], torch.load(tmp_path / "out/ckpt-00000012.pt")
+    assert {name: settings[name] for name in saved["config"]} == saved["config"]
+    assert second["parameters"] == GPT(GPTConfig(**saved["model_args"])).num_params()
+    meta = json.loads((tiny_dataset / "meta.json").read_text())["splits"]["val"]
+    assert second["data"]["val_tokens"] == meta["tokens"]
+    per_token = meta["text_bytes"] / meta["tokens"]
+    assert second["data"]["val_bytes_per_token"] == pytest.approx(per_token)
+    evaluation = read_records(tmp_path / "out", "eval")[-1]
+    bits = evaluation["val_loss"] / np.log(2) / per_token
+    assert evaluation["bits_per_byte"] == pytest.approx(bits)
+    weights_bytes = second["memory"]["stages"]["eager"]["components"]["weights"]
+    assert weights_bytes == pytest.approx(4 * second["parameters"], rel=0.2)  # in blocks of 512
+    assert second["plan"]["steps"] == 12
+    assert second["command"].startswith("python train.py --")
+
+
+def test_samples_are_told_on_the_way_and_change_nothing(tiny_run, tmp_path):
+    flags = ["--vocab_size=50304", "--dropout=0.2", "--sample_prompts=One day | The river"]
+    plain, sampled = tmp_path / "plain", tmp_path / "sampled"
+    assert tiny_run(*flags, "--sample_interval=0", out_dir=plain).returncode == 0
+    done = tiny_run(*flags, "--sample_interval=4", out_dir=sampled)
+    assert done.returncode == 0, done.stderr
+    for kind, value in (("step", "loss"), ("step", "grad_norm"), ("eval", "val_loss")):
+        assert read_metrics(sampled, kind, value) == read_metrics(plain, kind, value)
+    assert weights(sampled) == weights(plain)
+    assert not read_records(plain, "sample")
+    told = [(one["step"], one["prompt"]) for one in read_records(sampled, "sample")]
+    assert told == [(step, prompt) for step in (4, 8, 12) for prompt in ("One day", "The river")]
+    first, second = (one["text"] for one in read_records(sampled, "sample")[-2:])
+    assert first and second and f"sample  One day{first}"[:20] in done.stdout
+    model = GPT.from_checkpoint(sampled / "ckpt-00000012.pt")
+    again = dict(take_samples(model, ["The river"], describe_device("cpu"), seed=1337))
+    assert again == {"The river": second}
 
 
 @pytest.mark.parametrize(
@@ -356,7 +403,7 @@ def test_full_disk_in_mid_run_is_told_and_the_run_goes_on(tiny_dataset, tmp_path
     out = tmp_path / "out"
     process = start(tiny_dataset, out, limit_file_bytes=50_000)
     stdout, stderr = process.communicate(timeout=120)
-    assert "step 6   not saved, going on: " in stdout
+    assert "step 6   NOT SAVED, going on and trying again: " in stdout
     assert "step 11  loss" in stdout
     assert process.returncode == 2
     assert stderr.startswith("error: step 12 could not be saved")
@@ -751,8 +798,8 @@ def test_update_that_runs_out_of_memory_goes_back_and_repeats_the_curve(
 
     hook = register_optimizer_step_post_hook(fail_once)
     try:
-        with watch_for_stop() as stop:
-            train.train(*load_config(words), Ranks(), stop)
+        with watch_for_requests() as stop:
+            train.train(load_config(words), Ranks(), stop)
     finally:
         hook.remove()
     assert curve(out) == pytest.approx(curve(expected), abs=2e-6)
@@ -777,8 +824,8 @@ def test_run_without_room_is_saved_and_goes_on_with_the_same_curve(
     where = "at step 3" if lost_in == "step" else "in the evaluation at step 3"
     told = f"out of memory {where}, with one sequence .* goes on from {out}/ckpt-00000003.pt"
     try:
-        with pytest.raises(InputError, match=told), watch_for_stop() as stop:
-            train.train(*load_config(words), Ranks(), stop)
+        with pytest.raises(InputError, match=told), watch_for_requests() as stop:
+            train.train(load_config(words), Ranks(), stop)
     finally:
         hook.remove()
     assert tiny_run(*flags, out_dir=out).returncode == 0

@@ -1,8 +1,8 @@
 """Parquet -> bins -> the micro-batches of step s.
 
-Others use `loader` (TrainSequences, ValSequences, MicroBatch, random_micro_batches, mix), `tokens`
-(open_bins), `tokenizer` and `parquet` (find_shards, open_shards, mean_token_count), which reads
-shards. prepare_fineweb.py alone uses `documents`, which makes tokens of their texts, `bins`, which
-writes these, `dataset`, which describes a folder of them, and `engine`, which spreads the work over
-many machines.
+Others use `loader` (TrainSequences, ValSequences, val_starts, MicroBatch, random_micro_batches,
+mix), `tokens` (open_bins, open_val), `text` (read_text), `tokenizer` and `parquet` (find_shards,
+open_shards, mean_token_count), which reads shards. prepare_fineweb.py alone uses `documents`, which
+makes tokens of their texts, `bins`, which writes these, `dataset`, which describes a folder of
+them, and `engine`, which spreads the work over many machines.
 """

@@ -42,7 +42,7 @@ class _Sequences:
     def __init__(self, bins: Bins, block_size: int, vocab_size: int, device: Device):
         self.bins, self.block_size = bins, block_size
         self.vocab_size, self.device = vocab_size, device
-        self.blocks = (len(bins) - 1) // block_size  # the last token is only a target
+        self.blocks = _blocks(len(bins), block_size)
         self._reader = ThreadPoolExecutor(1, initializer=device.enter_thread)
         self._ahead: dict[tuple, Future] = {}
 
@@ -107,10 +107,11 @@ class ValSequences(_Sequences):
 
     def __init__(self, *args, sequences: int):
         super().__init__(*args)
-        self.sequences = min(sequences, self.blocks)
+        self._starts = val_starts(len(self.bins), self.block_size, sequences)
+        self.sequences = len(self._starts)
 
     def start_of(self, sequence: int) -> int:
-        return sequence * self.blocks // self.sequences * self.block_size
+        return self._starts[sequence]
 
     def micro_batches(self, micro_batch_size: int, ranks: Ranks) -> Iterator[MicroBatch]:
         """This process's part of an evaluation."""
@@ -118,6 +119,17 @@ class ValSequences(_Sequences):
         pieces = _cut(range(first, last), micro_batch_size)
         pieces += pieces[:1]
         return self._give_out(pieces, micro_batch_size, self.sequences)
+
+
+def val_starts(tokens: int, block_size: int, sequences: int) -> list[int]:
+    """Where the windows begin on which a run validates, of so many tokens."""
+    blocks = _blocks(tokens, block_size)
+    sequences = min(sequences, blocks)
+    return [number * blocks // sequences * block_size for number in range(sequences)]
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    return (tokens - 1) // block_size  # the last token is only a target
 
 
 def _cut(sequences: range, size: int) -> list[range]:

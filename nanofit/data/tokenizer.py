@@ -140,7 +140,12 @@ def tokenizer_json() -> str:
         for token in ranks
         if len(token) > 1
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     model = {
         "type": "BPE",
         "vocab": {names[token]: rank for token, rank in ranks.items()},

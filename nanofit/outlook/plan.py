@@ -28,7 +28,7 @@ from nanofit.outlook.scaling import (
     recipe_of,
     weight_decay_for,
 )
-from nanofit.settings.config import WITH_MUON, RunConfig, TrainConfig, load_config
+from nanofit.settings.config import WITH_MUON, RunConfig, Settings, TrainConfig, load_config
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, compact, duration
 
@@ -57,12 +57,22 @@ class Plan:
     """A run, its data and its machine; everything else follows."""
 
     words: tuple[str, ...]  # of the command line, that give the settings
-    shape: GPTConfig
-    learn: TrainConfig  # with the length that was asked for
-    run: RunConfig
+    settings: Settings  # with the length that was asked for
     data: Data
     speed: Speed
     gpu: str | None  # the card asked for; None: the one that is here
+
+    @property
+    def shape(self) -> GPTConfig:
+        return self.settings.shape
+
+    @property
+    def learn(self) -> TrainConfig:
+        return self.settings.learn
+
+    @property
+    def run(self) -> RunConfig:
+        return self.settings.run
 
     @property
     def forecast(self) -> Forecast:
@@ -146,7 +156,7 @@ class Plan:
         values = {name: getattr(length, name) for name in names} | {"hours": None} | self.advised
         replaced = tuple(f"--{name}=" for name in values)
         words = [word for word in self.words if not word.startswith(replaced)]
-        _, configured, _ = load_config(words)
+        configured = load_config(words).learn
         words += [f"--{k}={v}" for k, v in values.items() if getattr(configured, k) != v]
         return shlex.join(["python", "train.py", *words])
 
@@ -224,11 +234,9 @@ class Plan:
         }
 
 
-def find_data(
-    shape: GPTConfig, run: RunConfig, *, unique_tokens: int | None, shard: str | None
-) -> Data:
+def find_data(settings: Settings, *, unique_tokens: int | None, shard: str | None) -> Data:
     """The data of a run: as given, of a parquet file, or what lies in its dataset's folder."""
-    folder = run.data_dir
+    shape, folder = settings.shape, settings.run.data_dir
     if unique_tokens is not None:
         return Data(unique_tokens, unique_tokens, "as given by --unique_tokens")
     if shard:
@@ -256,8 +264,8 @@ def _count_shards(given: str) -> Data:
     return Data(round(tokens * (1 - VAL_FRACTION)), tokens, source)
 
 
-def speed_of_card(name: str, shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Speed:
-    card = find_card(name)
+def speed_of_card(name: str, settings: Settings) -> Speed:
+    card, (shape, learn, run) = find_card(name), settings
     step = step_of(
         shape,
         run.loss,
@@ -283,17 +291,16 @@ def speed_of_card(name: str, shape: GPTConfig, learn: TrainConfig, run: RunConfi
 
 
 def within_budget(
-    shape: GPTConfig,
-    learn: TrainConfig,
+    settings: Settings,
     data: Data,
     speed: Speed,
     *,
     hours: float | None,
     tokens: int | None,
     epochs: float | None,
-) -> TrainConfig:
+) -> Settings:
     """The settings with the length that --hours, --tokens or --epochs ask for."""
-    tokens_per_step = learn.sequences_per_step * shape.block_size
+    tokens_per_step = settings.learn.sequences_per_step * settings.shape.block_size
     if hours is not None:
         name, tokens = f"--hours {hours:g}", hours * 3600 * speed.tokens_per_s
     elif tokens is not None:
@@ -303,7 +310,7 @@ def within_budget(
             raise InputError(f"--epochs {epochs:g} needs data: {data.source}")
         name, tokens = f"--epochs {epochs:g}", epochs * data.train_tokens
     else:
-        return learn
+        return settings
     steps = int(tokens / tokens_per_step)
     if steps < 1:
         raise InputError(
@@ -311,7 +318,7 @@ def within_budget(
             f"{compact(tokens_per_step)} and takes "
             f"{duration(tokens_per_step / speed.tokens_per_s)}; give more, or a smaller batch"
         )
-    return learn.of_length(steps)
+    return settings._replace(learn=settings.learn.of_length(steps))
 
 
 def optimal_tokens_of(shape: GPTConfig) -> float:

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from nanofit.files import PROJECT
 from nanofit.settings.assignments import evaluate, read_assignments
@@ -109,10 +109,16 @@ class RunConfig:
     init_from: Annotated[
         str, "auto: continue if out_dir holds a run | resume | scratch | a checkpoint or HF folder"
     ] = "auto"
+    accept_new_data: Annotated[bool, "let a run go on with other data than it was begun with"] = (
+        False
+    )
     device: Annotated[str, "auto | cpu | cuda | cuda:1 | mps"] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], "precision of the matrix products"
     ] = "auto"
+    deterministic: Annotated[
+        bool, "on CUDA as well: the same run gives the same bits, more slowly"
+    ] = False
     backend: Annotated[Literal["auto", "nccl", "gloo"], "how processes talk under torchrun"] = (
         "auto"
     )
@@ -156,9 +162,17 @@ class RunConfig:
         bool, "save at every interval; False: when the validation loss improved, and at the end"
     ] = True
     keep_checkpoints: Annotated[int, "newest checkpoints to keep, besides the best"] = 3
+    sample_interval: Annotated[
+        int | None, "steps between samples of what it writes; None: eval_interval, 0: none"
+    ] = None
+    sample_prompts: Annotated[
+        str, "what samples go on from, as in 'One day | The river'; empty: a document's beginning"
+    ] = ""
+    report: Annotated[bool, "write report.html into out_dir at every evaluation"] = True
     wandb_log: Annotated[bool, "log to Weights & Biases as well"] = False
     wandb_project: Annotated[str, "its project"] = "nanofit"
     wandb_run_name: Annotated[str | None, "its run name; None: the name of out_dir"] = None
+    tensorboard_log: Annotated[bool, "write for TensorBoard as well, into out_dir"] = False
 
     @property
     def data_dir(self) -> Path:
@@ -171,10 +185,19 @@ class RunConfig:
     def save_every(self) -> int:
         return self.eval_interval if self.save_interval is None else self.save_interval
 
+    @property
+    def sample_every(self) -> int:
+        """0: never."""
+        return self.eval_interval if self.sample_interval is None else self.sample_interval
+
+    @property
+    def prompts(self) -> list[str]:
+        return [prompt.strip() for prompt in self.sample_prompts.split("|")]
+
     def problems(self) -> Iterator[str]:
         yield from _below(self, 1, "eval_interval", "eval_iters", "log_interval")
         yield from _below(self, 1, "save_interval", "keep_checkpoints")
-        yield from _below(self, 0, "compile_after")
+        yield from _below(self, 0, "compile_after", "sample_interval")
         if not 0.1 <= self.activation_memory_budget <= 1:
             yield (
                 f"activation_memory_budget = {self.activation_memory_budget} must be from 0.1 to "
@@ -192,6 +215,14 @@ class RunConfig:
                 parse_size("0" if value is None else value)
             except ValueError as error:
                 yield f"{name}: {error}"
+
+
+class Settings(NamedTuple):
+    """All that was asked for: what learns, how it learns, where and how it runs."""
+
+    shape: GPTConfig
+    learn: TrainConfig
+    run: RunConfig
 
 
 SECTIONS = (GPTConfig, TrainConfig, RunConfig)
@@ -215,20 +246,20 @@ WITH_MODERN = dict(bias=True)  # as published
 _SUITED = {"optimizer": {"muon": WITH_MUON}, "arch": {"modern": WITH_MODERN}}
 
 
-def load_config(argv: Sequence[str]) -> tuple[GPTConfig, TrainConfig, RunConfig]:
+def load_config(argv: Sequence[str]) -> Settings:
     """Read settings from the words of a command line: config files and `--name=value` flags."""
     chosen, _ = _read(argv, _defaults())
     # Once more, so that expressions see the defaults which suit what was chosen.
     values, problems = _read(argv, _defaults(chosen))
     flags = {word.partition("=")[0] for word in argv}
     problems += _second_lengths(values, flags)
-    sections = tuple(section(**_only(values, section)) for section in SECTIONS)
-    problems += [problem for section in sections for problem in section.problems()]
-    problems += _problems_between(*sections)
+    settings = Settings(*(section(**_only(values, section)) for section in SECTIONS))
+    problems += [problem for section in settings for problem in section.problems()]
+    problems += _problems_between(*settings)
     if problems:
         many = f"{len(problems)} problems in the settings:\n  " if len(problems) > 1 else ""
         raise InputError(many + "\n  ".join(problems))
-    return sections
+    return settings
 
 
 def _read(argv: Sequence[str], values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -334,6 +334,15 @@ def test_a_whole_folder_is_opened_with_and_without_meta(dataset):
         (dataset / "meta.json").unlink(missing_ok=True)  # as nanoGPT leaves it
 
 
+def test_the_bytes_that_tokens_stand_for_are_known_where_the_meta_tells_them(dataset):
+    def tell(meta):
+        meta["splits"]["val"]["text_bytes"] = 432
+
+    change_meta(dataset, tell)
+    train, val = open_bins(dataset, block_size=BLOCK, vocab_size=500)
+    assert (train.text_bytes, val.text_bytes) == (None, 432)
+
+
 def test_several_bins_of_a_split_are_opened_in_the_order_of_the_meta(dataset):
     np.arange(500, 600, dtype=np.uint16).tofile(dataset / "more.bin")
     more = {"file": "more.bin", "tokens": 100}

@@ -167,6 +167,7 @@ GOLDEN = {
         "eval_interval": 200,
         "eval_iters": 16,
         "log_interval": 50,
+        "sample_prompts": "One morning",
     },
     "train_fineweb": {
         "out_dir": "out-fineweb",
