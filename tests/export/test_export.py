@@ -20,12 +20,12 @@ from torch.nn import functional as F
 
 from model import GPT
 from nanofit.data.tokenizer import SELF_CHECK, gpt2
+from nanofit.export import load_back
 from nanofit.export.export import export
 from nanofit.export.tokenizer_files import tokenizer_files
 from nanofit.settings.config import flatten
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError
-from nanofit.use import load_back
 from nanofit.use.generate import choose_token, generate
 from tests import processes
 from tests.conftest import PROJECT, read_metrics
