@@ -127,12 +127,17 @@ class Muon(Optimizer):
 def orthogonalized(x: Tensor, steps: int) -> Tensor:
     """The nearest orthogonal matrices, near enough: (N, rows, columns), not more rows than columns.
 
-    Singular values, which must not be above 1, are driven towards 1.
+    Singular values, which must not be above 1, are driven towards 1. `x` is used up: of two buffers
+    that are written in turns it is one, for whoever calls may hold it until the end.
     """
     a, b, c = COEFFICIENTS[steps]
+    other = torch.empty_like(x)
     for _ in range(steps):
         square = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+        torch.baddbmm(
+            x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a, out=other
+        )
+        x, other = other, x
     return x
 
 
