@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.card.harness import LEAVE, PROJECT, CardWithoutGpu, why_impossible
+from tests.skipped import skip_all, tell_loudly
 
 # As small as every line of a run allows: what is slow here is to compile.
 SMALL = (
@@ -15,24 +16,16 @@ SMALL = (
     "--gradient_accumulation_steps=4 --warmup_iters=2 --max_iters=8 --eval_interval=4 "
     "--eval_iters=2 --log_interval=1 --compile_after=2"
 ).split()
-SKIPPED = "no card: "
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = why_impossible()
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
-    if reason and here:
-        for item in here:
-            item.add_marker(pytest.mark.skip(reason=SKIPPED + reason))
+    if reason := why_impossible():
+        skip_all(items, Path(__file__).parent, reason)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Say loudly that there was no card; of several processes, the one that a person sees."""
-    reports = terminalreporter.stats.get("skipped", [])
-    here = [report for report in reports if SKIPPED in str(report.longrepr)]
-    if here:
-        told = f"SKIPPED, all {len(here)} tests of CUDA: {why_impossible()}"
-        terminalreporter.write_sep("=", told, red=True, bold=True)
+    if reason := why_impossible():
+        tell_loudly(terminalreporter, "CUDA", reason)
 
 
 def pytest_configure(config: pytest.Config) -> None:

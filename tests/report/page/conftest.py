@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-SKIPPED = "no browser: "
+from tests.skipped import skip_all, tell_loudly
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -31,20 +32,13 @@ def why_impossible() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = why_impossible()
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
-    if reason and here:
-        for item in here:
-            item.add_marker(pytest.mark.skip(reason=SKIPPED + reason))
+    if reason := why_impossible():
+        skip_all(items, Path(__file__).parent, reason)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Say loudly that there was no browser; of several processes, the one that a person sees."""
-    reports = terminalreporter.stats.get("skipped", [])
-    here = [report for report in reports if SKIPPED in str(report.longrepr)]
-    if here:
-        told = f"SKIPPED, all {len(here)} tests of pages: {why_impossible()}"
-        terminalreporter.write_sep("=", told, red=True, bold=True)
+    if reason := why_impossible():
+        tell_loudly(terminalreporter, "pages", reason)
 
 
 @pytest.fixture(scope="session")
