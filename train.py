@@ -37,6 +37,7 @@ from nanofit.run.recovery import (
     tell_saves,
 )
 from nanofit.run.signals import Requests, watch_for_requests
+from nanofit.run.stages import Stages
 from nanofit.terminal import run_script
 from nanofit.use.samples import take_samples
 
@@ -87,12 +88,8 @@ def carry_on(launch: Launch, progress: Progress, requests: Requests) -> bool:
                 continue
             if step != on_disk:  # what was read is not written again
                 keep(launch, log, progress, is_last=ending, is_asked=requests.take_save())
-            if not stopping and (ending or due(run.eval_interval, step)):
-                with kept_without_room(launch, log, progress):
-                    val_loss = stages.evaluate(step, launch.validate)
-                progress = review(launch, log, progress, val_loss)
-            if run.sample_every and not stopping and (ending or due(run.sample_every, step)):
-                show_samples(launch, log, step)
+            if not stopping:
+                progress = look(launch, log, stages, progress, is_last=ending)
             if ending:
                 break
             batches = launch.batches(progress)
@@ -121,6 +118,20 @@ def keep(launch: Launch, log: Log, progress: Progress, *, is_last: bool, is_aske
         save(launch, log, progress, name=checkpoint.STABLE, is_last=is_last)
     elif is_due or is_last or is_asked:
         save(launch, log, progress, is_last=is_last)
+
+
+def look(
+    launch: Launch, log: Log, stages: Stages, progress: Progress, *, is_last: bool
+) -> Progress:
+    """How good the model is by now, and what it writes, where that is due."""
+    run, step = launch.run, progress.step
+    if is_last or due(run.eval_interval, step):
+        with kept_without_room(launch, log, progress):
+            val_loss = stages.evaluate(step, launch.validate)
+        progress = review(launch, log, progress, val_loss)
+    if run.sample_every and (is_last or due(run.sample_every, step)):
+        show_samples(launch, log, step)
+    return progress
 
 
 def show_samples(launch: Launch, log: Log, step: int) -> None:

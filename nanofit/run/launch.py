@@ -38,6 +38,8 @@ from nanofit.settings.config import ENDLESS, RunConfig, Settings, TrainConfig, f
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, compact
 
+DATA_CHANGED = "data changed"
+
 
 class Learner(NamedTuple):
     """What learns: all that an update changes."""
@@ -124,14 +126,7 @@ class Launch:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What may differ in rounding from others."""
-        device = self.device
-        return {
-            "device": device.name,
-            "precision": device.precision,
-            "processes": self.ranks.world,
-            "torch": str(torch.__version__),
-        }
+        return _machine(self.device, self.ranks)
 
     def batches(self, progress: Progress) -> Callable[[int], Iterator[MicroBatch]]:
         """The sequences of the coming step, by the size of micro-batch they are to be cut into."""
@@ -211,30 +206,19 @@ def launch(settings: Settings, ranks: Ranks) -> tuple[Launch, Progress] | None:
     _prepare_if_needed(run.data_dir, ranks)
     checkpoints = Checkpoints(Path(run.out_dir), run.keep_checkpoints)
     saved = _find_saved(checkpoints, settings, ranks)
-    learn = checkpoint.with_length(saved, settings.learn)
-    settings = settings._replace(learn=learn)
+    settings = settings._replace(learn=checkpoint.with_length(saved, settings.learn))
     model = build_model(settings, saved)
     used = settings._replace(shape=model.config)  # weights may come with another
     train_data, val_data = _open_data(used, device)
-    is_over = saved and saved["iter_num"] >= learn.max_iters and not run.eval_only
-    if is_over and has_ended(Path(run.out_dir), saved["iter_num"]):
-        ranks.say(
-            f"the run is complete at step {saved['iter_num']}; extend it with a larger --max_iters"
-        )
+    if saved and _is_complete(saved, settings):
+        step = saved["iter_num"]
+        ranks.say(f"the run is complete at step {step}; extend it with a larger --max_iters")
         return None
     identity = {"train": train_data.bins.identity(), "val": val_data.bins.identity()}
-    changed = _check_data(saved, identity, run) if saved else {}
+    changes = _changes(saved, run, data=identity, machine=_machine(device, ranks)) if saved else {}
     share_compile_cache()
     fit = find_fit(used, device, ranks)
-    learner = _put_on_device(model, learn, fit, device, ranks)
-    progress = checkpoint.unpack(saved, *learner) if saved else Progress()
-    if "val" in changed:  # a loss on other text is no better and no worse
-        progress = replace(progress, best_val_loss=float("inf"))
-    if not ranks.agree(progress.step):
-        raise InputError(
-            f"the processes found different checkpoints in {run.out_dir}; "
-            "it must be a folder that all machines see"
-        )
+    learner = _put_on_device(model, settings.learn, fit, device, ranks)
     launched = Launch(
         settings=settings,
         device=device,
@@ -247,11 +231,38 @@ def launch(settings: Settings, ranks: Ranks) -> tuple[Launch, Progress] | None:
         fit=fit,
         forecast=_forecast(used, device, ranks, len(train_data.bins), fit),
         identity=identity,
-        changes={"data changed": changed} if changed else {},
+        changes=changes,
     )
-    if saved and (machine := checkpoint.changed_machine(saved, launched.machine)):
-        launched.changes["machine changed"] = machine
-    return launched, progress
+    return launched, _put_back(saved, launched) if saved else Progress()
+
+
+def _is_complete(saved: dict[str, Any], settings: Settings) -> bool:
+    """Whether nothing is left to do, and all of it was told."""
+    is_over = saved["iter_num"] >= settings.learn.max_iters and not settings.run.eval_only
+    return is_over and has_ended(Path(settings.run.out_dir), saved["iter_num"])
+
+
+def _put_back(saved: dict[str, Any], launched: Launch) -> Progress:
+    """Give the learner what it had learned."""
+    progress = checkpoint.unpack(saved, *launched.learner)
+    if not launched.ranks.agree(progress.step):
+        raise InputError(
+            f"the processes found different checkpoints in {launched.run.out_dir}; "
+            "it must be a folder that all machines see"
+        )
+    if "val" in launched.changes.get(DATA_CHANGED, ()):
+        progress = replace(progress, best_val_loss=float("inf"))  # on other text it tells nothing
+    return progress
+
+
+def _machine(device: Device, ranks: Ranks) -> dict[str, Any]:
+    """What may make a run differ in rounding from others."""
+    return {
+        "device": device.name,
+        "precision": device.precision,
+        "processes": ranks.world,
+        "torch": str(torch.__version__),
+    }
 
 
 def _has_two_memories(device: Device) -> bool:
@@ -259,16 +270,20 @@ def _has_two_memories(device: Device) -> bool:
     return device.type != "cpu" or not device.memory().can_run_out()
 
 
-def _check_data(saved: dict[str, Any], identity: dict[str, Any], run: RunConfig) -> dict[str, str]:
-    """What a run would learn from now on that it did not before; refused unless that was said."""
-    changed = checkpoint.changed_data(saved, identity)
-    if changed and not run.accept_new_data:
-        told = "; ".join(f"{split}: {how}" for split, how in changed.items())
+def _changes(
+    saved: dict[str, Any], run: RunConfig, *, data: dict[str, Any], machine: dict[str, Any]
+) -> dict[str, dict[str, str]]:
+    """What a run goes on with that it had not; other data are refused unless that was said."""
+    of_data = checkpoint.changed_data(saved, data)
+    if of_data and not run.accept_new_data:
+        told = "; ".join(f"{split}: {how}" for split, how in of_data.items())
         raise InputError(
             f"{run.out_dir} holds a run on other data than {run.data_dir} has now ({told}); put "
             "the old back, or go on with the new on purpose by --accept_new_data=True"
         )
-    return changed
+    of_machine = checkpoint.changed_machine(saved, machine)
+    changes = {DATA_CHANGED: of_data, "machine changed": of_machine}
+    return {name: details for name, details in changes.items() if details}
 
 
 def share_of_rank(learn: TrainConfig, ranks: Ranks) -> int:
