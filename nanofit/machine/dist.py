@@ -1,6 +1,7 @@
 """The processes of a run: a world of one by default, several under torchrun."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ class Ranks:
             yield
         except RuntimeError as error:
             lost = ProcessLost(
-                f"another process of this run has died or hangs ({first_line(error)}); start it "
+                f"another process of this run has died or hangs ({_reason(error)}); start it "
                 "again, and it goes on from its newest checkpoint"
             )
             if self._is_first_to_tell():
@@ -150,8 +151,18 @@ def start_ranks(backend: str = "auto", *, timeout_s: float = 1800.0) -> Iterator
     backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     timeout = timedelta(seconds=timeout_s)
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # Before a restart on one machine torchrun keeps its store: with addresses of the dead.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    ranks = Ranks(rank, world, int(os.environ["LOCAL_RANK"]), store)
+    with ranks._together():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     try:
-        yield Ranks(rank, world, int(os.environ["LOCAL_RANK"]), store)
+        yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _reason(error: RuntimeError) -> str:
+    """What a library says, without its source file before that and its advice behind."""
+    return re.sub(r"^\[\S+\] |\. This is typically.*", "", first_line(error))
