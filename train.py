@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     run = settings.run
     with (
         shortage_in_one_line(run),
-        start_ranks(run.backend) as ranks,
+        start_ranks(run.backend, timeout_s=run.rank_timeout_s) as ranks,
         only_run_in_folder(run, ranks),
         watch_for_requests() as requests,
     ):

@@ -28,10 +28,12 @@ class InputError(Exception):
     """Something given from outside cannot be used; the message says what, why and the way out."""
 
     is_known_elsewhere = False  # another process has the better message
+    is_told = False  # it was said when it was raised
 
 
 def run_script(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a script's `main`; bad input is one clear line and exit code 2, never a traceback."""
+    _open_closed_streams()
     code = _outcome(main)
     if "torch" in sys.modules:
         _leave_at_once(code)
@@ -42,7 +44,9 @@ def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
     try:
         return main(sys.argv[1:]) or 0
     except InputError as error:
-        _say_error(error)
+        _wait_for_better_words(error)
+        if not error.is_told:
+            say_error(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -68,15 +72,31 @@ def _leave_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _say_error(error: InputError) -> None:
-    """Say it once for all processes, unless it is this one's alone.
+def say_error(error: InputError) -> None:
+    """Say it, and which process says so if that is not the main one."""
+    rank = os.environ.get("RANK", "0")
+    with suppress(OSError):  # nobody may be reading any more
+        print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr)
+
+
+def _wait_for_better_words(error: InputError) -> None:
+    """Have an error said once for all processes, unless it is this one's alone.
 
     torchrun ends all processes when the first one ends. What is wrong for all is said by the main
     one while the others wait here; who outlives the wait has something else to say.
     """
-    rank = os.environ.get("RANK", "0")
-    time.sleep(MAIN_SPEAKS_FIRST_S * ((rank != "0") + 2 * error.is_known_elsewhere))
-    print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr)
+    is_main = os.environ.get("RANK", "0") == "0"
+    time.sleep(MAIN_SPEAKS_FIRST_S * ((not is_main) + 2 * error.is_known_elsewhere))
+
+
+def _open_closed_streams() -> None:
+    """Let no file of ours be taken for a standard stream that was closed, as `>&-` does."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 class FlagParser(argparse.ArgumentParser):

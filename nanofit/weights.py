@@ -16,6 +16,10 @@ _ARCH_OF_GELU = {"gelu": "gpt2", "gelu_new": "gpt2-tanh", "gelu_pytorch_tanh": "
 _MODERN = "nanofit"  # its model_type, as in nanofit/export/modeling_nanofit.py
 
 
+class UnreadableCheckpoint(InputError):
+    """A file that holds no checkpoint, or no longer does."""
+
+
 def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The shape (GPTConfig's arguments) and the weights (our parameter names) stored at `path`."""
     if (path / "config.json").exists():
@@ -37,7 +41,8 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise InputError(f"{path} is not a readable checkpoint ({first_line(error)})") from error
+        told = f"{path} is not a readable checkpoint ({first_line(error)})"
+        raise UnreadableCheckpoint(told) from error
     missing = {"model", "model_args"} - set(checkpoint if isinstance(checkpoint, dict) else ())
     if missing:
         raise InputError(

@@ -191,7 +191,10 @@ def test_second_interrupt_ends_at_once(tiny_dataset, tmp_path):
     out = tmp_path / "out"
     # Steps of many minutes: the first interrupt waits for the step, the second does not.
     process = start(tiny_dataset, out, "--gradient_accumulation_steps=1000000")
-    wait_for(lambda: "started" in text_of(out / "metrics.jsonl"))
+    wait_for(lambda: '"stage"' in text_of(out / "metrics.jsonl"))
+    # Which is told before the step begins: an interrupt until then would need no second one.
+    begun = cpu_seconds(process.pid)
+    wait_for(lambda: cpu_seconds(process.pid) > begun + 0.5)
     process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=1)
@@ -762,6 +765,12 @@ def test_update_interrupted_in_one_process_is_undone_in_all(
 def environment_of(pid: int) -> dict[str, str]:
     entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(entry.partition("=")[::2] for entry in entries)
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed, however busy the machine is."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def least_data_bytes(pid: int, out: Path) -> int:

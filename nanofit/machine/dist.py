@@ -1,21 +1,31 @@
 """The processes of a run: a world of one by default, several under torchrun."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from nanofit.terminal import InputError, discard_output, folded
+from nanofit.terminal import InputError, discard_output, first_line, folded, say_error
 
 
 class OtherProcessFailed(InputError):
     """This process could have gone on, but another could not."""
 
     is_known_elsewhere = True
+
+
+class ProcessLost(InputError):
+    """Another process has died or hangs: this one cannot go on, nor ask the others."""
+
+    is_agreed = True  # as far as that is possible
+    is_told = True
+    is_known_elsewhere = True  # if the other one failed, it may say why
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    store: dist.Store | None = None  # which torchrun keeps, whatever becomes of the processes
 
     @property
     def is_main(self) -> bool:
@@ -35,26 +46,29 @@ class Ranks:
         if self.is_main:
             try:
                 print(folded(text), flush=True)
-            except BrokenPipeError:
+            except OSError:  # a pipe without a reader, a terminal that is gone
                 discard_output()
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Add up each tensor over all processes, in place."""
         if self.world > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
+            with self._together():
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
 
     def share_(self, tensor: Tensor, owner: int) -> None:
         """Give all processes what one of them has, in place."""
         if self.world > 1:
-            dist.broadcast(tensor, owner)
+            with self._together():
+                dist.broadcast(tensor, owner)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process. Never touches the device."""
         if self.world == 1:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32)
-        dist.all_reduce(flags)
+        with self._together():
+            dist.all_reduce(flags)
         return bool(flags)
 
     def agree(self, number: int) -> bool:
@@ -62,7 +76,8 @@ class Ranks:
         if self.world == 1:
             return True
         ends = torch.tensor([number, -number])
-        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        with self._together():
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
         return ends.sum().item() == 0
 
     def least(self, number: int) -> int:
@@ -70,7 +85,8 @@ class Ranks:
         if self.world == 1:
             return number
         numbers = torch.tensor([number])
-        dist.all_reduce(numbers, dist.ReduceOp.MIN)
+        with self._together():
+            dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return numbers.item()
 
     @contextmanager
@@ -97,18 +113,56 @@ class Ranks:
         """Go on when all processes have come this far."""
         self.any(False)
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """ProcessLost if the processes do not come together; one of them says so at once.
+
+        torchrun ends them all as soon as it sees that one is dead, and whoever wants to say more
+        than that has little time. Nor is a failure of this process's own a thing to try again: the
+        others have got no answer, and would take its next one for it.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            lost = ProcessLost(
+                f"another process of this run has died or hangs ({_reason(error)}); start it "
+                "again, and it goes on from its newest checkpoint"
+            )
+            if self._is_first_to_tell():
+                say_error(lost)
+            raise lost from error
+
+    def _is_first_to_tell(self) -> bool:
+        try:
+            return self.store is None or self.store.add("lost", 1) == 1
+        except RuntimeError:  # torchrun has died as well
+            return True
+
 
 @contextmanager
-def start_ranks(backend: str = "auto") -> Iterator[Ranks]:
-    """Join the processes that torchrun started, if it did."""
+def start_ranks(backend: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, if it did; none waits longer for another."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield Ranks()
         return
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     # Flags travel as CPU tensors, over gloo, so that asking never waits for the device.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else backend)
+    backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # Before a restart on one machine torchrun keeps its store: with addresses of the dead.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    ranks = Ranks(rank, world, int(os.environ["LOCAL_RANK"]), store)
+    with ranks._together():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"]))
+        yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _reason(error: RuntimeError) -> str:
+    """What a library says, without its source file before that and its advice behind."""
+    return re.sub(r"^\[\S+\] |\. This is typically.*", "", first_line(error))

@@ -8,6 +8,7 @@ which the run can be extended. The keys are nanoGPT's and a few more.
 import re
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 from model import GPT
 from nanofit.files import atomic_write
 from nanofit.learning.optim import lr_at, same_lr_until
+from nanofit.machine.memory import is_out_of_memory
 from nanofit.settings.config import ENDLESS, TrainConfig, flatten
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError
-from nanofit.weights import read_checkpoint, without_compile_prefix
+from nanofit.weights import UnreadableCheckpoint, read_checkpoint, without_compile_prefix
 
 FORMAT = 1
 # A run may be extended, and its sequences per step be cut into other micro-batches.
@@ -50,6 +52,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 3):
         self.folder, self.keep = folder, keep
+        self._damaged: list[Path] = []  # of those that were read
 
     def newest_first(self) -> list[Path]:
         """The numbered checkpoints."""
@@ -62,22 +65,32 @@ class Checkpoints:
     def prepare_folder(self, step: int) -> None:
         """Make ready to save what follows `step`, before any work is done.
 
-        Newer checkpoints than that are damaged or of a schedule given up: they are renamed.
+        Newer checkpoints than that are of a schedule given up: they are renamed, as damaged ones.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "metrics.jsonl").open("a"):
                 pass
+            for half_written in self.folder.glob("ckpt-*.pt.tmp"):  # when a run was killed
+                half_written.unlink()
+            self.set_damaged_aside()
             best = self.folder / BEST
             later = [path for path in self.newest_first() if _step_of(path) > step]
             if best.exists() and _step_within(best) > step:
                 later.append(best)
             for path in later:
-                path.replace(path.with_name("aside-" + path.name))
+                _rename(path, "aside")
         except OSError as error:
             raise InputError(
                 f"cannot write to out_dir {self.folder} ({error.strerror}); use another --out_dir"
             ) from None
+
+    def set_damaged_aside(self) -> None:
+        """Rename what `load` could not read: perhaps somebody can. Nothing takes its place."""
+        for path in self._damaged:
+            with suppress(FileNotFoundError):
+                _rename(path, "damaged")
+        self._damaged = []
 
     def save(self, content: dict[str, Any], name: str | None = None) -> Path:
         """Write a checkpoint, whole or not at all, then drop the oldest beyond `keep`.
@@ -104,8 +117,10 @@ class Checkpoints:
         """
         newest = None
         for path in self._candidates():
-            content = _read_whole(path, say)
+            content = _read_whole(path)
             if content is None:
+                say(f"{path} is damaged, and will be kept aside; trying the one before it")
+                self._damaged.append(path)
                 continue
             newest = newest or content
             learn = with_length(newest, learn)
@@ -137,12 +152,16 @@ def best_checkpoint(folder: Path) -> Path:
 def is_damaged(path: Path) -> bool:
     """Whether what is read differs from what was written; torch.load checks no CRC."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is not None
-    except zipfile.BadZipFile:
-        return True
+        file = path.open("rb")
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror})") from error
+    try:
+        with file, zipfile.ZipFile(file) as archive:
+            return archive.testzip() is not None
+    except MemoryError:
+        raise
+    except Exception:  # zipfile raises as many kinds as there are fields that can be wrong
+        return True
 
 
 def pack(
@@ -286,15 +305,28 @@ def _step_within(path: Path) -> float:
         return float("inf")
 
 
-def _read_whole(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """A checkpoint's content; None, and a word about it, if the file is damaged."""
+def _read_whole(path: Path) -> dict[str, Any] | None:
+    """A checkpoint's content; None if the file is damaged."""
     if is_damaged(path):
-        say(f"{path} is damaged; trying the one before it")
         return None
-    content = read_checkpoint(path, mmap=False)
+    try:
+        content = read_checkpoint(path, mmap=False)
+    except UnreadableCheckpoint as error:  # by damage where no checksum looks
+        if is_out_of_memory(error.__cause__):
+            raise
+        return None
     if not {"config", "optimizer", "iter_num"} <= content.keys():
         raise InputError(f"{path} is no checkpoint of ours; start from it with --init_from={path}")
     return content
+
+
+def _rename(path: Path, why: str) -> None:
+    """Give a checkpoint a name that says why it is left out, and that no other has."""
+    number, free = 1, path.with_name(f"{why}-{path.name}")
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{why}-{number}-{path.name}")
+    path.rename(free)
 
 
 def _warn_of_lr_jump(

@@ -9,8 +9,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch import Tensor
 
@@ -61,6 +62,7 @@ class Log:
         self._mark = (first_step, time.monotonic())
         self._path = folder / "metrics.jsonl"
         self._file = _open_records(self._path) if is_main else None
+        self._unwritten, self._is_refused = b"", False  # records that wait for a disk to take them
         self.divergence: str | None = None  # in words, once it is certain
         self.is_suspect = False
         self._watch, self._unseen = watch or LossWatch(), None
@@ -86,6 +88,8 @@ class Log:
             sink.close()
             self._pass_on(sink)
         if self._file:
+            if self._unwritten:
+                self._write_down()
             with suppress(OSError):  # what a full disk has not taken by now is lost
                 self._file.close()
 
@@ -261,23 +265,32 @@ class Log:
         record = {"kind": kind, "step": step, "tokens": tokens, "seconds": self.seconds}
         assert not record.keys() & values.keys(), "a detail must not replace what every record has"
         record |= {name: _json_value(value) for name, value in values.items()}
-        try:
-            self._keep_in_place()
-            self._file.write(json.dumps(record) + "\n")  # json writes floats as repr does: in full
-            self._file.flush()
-        except OSError as error:  # it stays in the buffer, to be written when there is space
-            told = f"metrics.jsonl could not be written ({error.strerror}); going on"
-            self._progress.line(told, style=WARNING)
+        # json writes floats as repr does: in full.
+        self._unwritten += (json.dumps(record) + "\n").encode()
+        self._write_down()
         for sink in self._sinks:
             sink.write(record)
             self._pass_on(sink)
 
+    def _write_down(self) -> None:
+        """Write what is not written yet; what a full disk does not take is kept for later."""
+        try:
+            self._keep_in_place()
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._is_refused = False
+        except OSError as error:
+            if not self._is_refused:
+                told = f"metrics.jsonl could not be written ({error.strerror}); going on"
+                self._progress.line(told, style=WARNING)
+            self._is_refused = True
+
     def _keep_in_place(self) -> None:
         """Begin the file anew if somebody has removed it."""
-        if self._path.exists():
+        if self._path.exists() and not self._file.closed:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _open_records(self._path)
         self._progress.line(f"{self._path} was removed; begun anew", style=WARNING)
 
@@ -308,11 +321,11 @@ def _record(line: bytes) -> dict[str, Any]:
     return {}
 
 
-def _open_records(path: Path) -> TextIO:
+def _open_records(path: Path) -> FileIO:
     """Open for appending, without a last record that a crash cut short: every line is whole."""
     if path.exists() and path.stat().st_size:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
+    return path.open("ab", buffering=0)
 
 
 def _band_values(band: Band | None) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What a run keeps, and how it goes back to that: saving, divergence, no room left."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def settle(launch: Launch, log: Log) -> None:
     """Wait until all is written; InputError if that failed."""
     launch.saver.wait()
     tell_saves(launch, log)
-    if failed := launch.saver.failed_step:
+    if (failed := launch.saver.failed_step) is not None:
         raise InputError(
             f"step {failed} could not be saved in {launch.run.out_dir}, for the reason above; free "
             "some space, and the run continues from the checkpoint before"
@@ -101,9 +101,9 @@ def recover(launch: Launch, log: Log, diverged: Progress) -> Progress:
     progress = replace(
         progress, seconds=diverged.seconds, rollbacks=(*progress.rollbacks, rollback)
     )
+    launch.saver.forget()
     log.event(progress.step, "rolled back", left_out_steps=rollback[1])
     log.forget_divergence()
-    launch.ranks.wait()  # until all have read what is now written anew
     save(launch, log, progress)  # so that a resumed run goes the same way
     return progress
 
@@ -176,6 +176,10 @@ def _go_back(launch: Launch, say: Callable[[str], None]) -> Progress:
     optimizer.state.clear()  # to make room for what is loaded
     if launch.checkpoints.exist():
         saved = launch.checkpoints.load(launch.settings.shape, launch.learn, say)
+        launch.ranks.wait()  # until all have read what is now renamed, or written anew
+        if launch.ranks.is_main:
+            with suppress(OSError):  # the disk takes nothing just now
+                launch.checkpoints.set_damaged_aside()
         return checkpoint.unpack(saved, *launch.learner)
     first = build_model(launch.settings)
     model.load_state_dict(first.state_dict())

@@ -85,6 +85,11 @@ class Saver:
         """The step of the newest checkpoint that could not be written; None if none is missing."""
         return max((one.step for one in self._open.values()), default=None)
 
+    def forget(self) -> None:
+        """Give up what could not be written: the run goes another way."""
+        self.wait()
+        self._open.clear()
+
     def wait(self) -> None:
         """Go on when nothing is being written."""
         if self._thread:
@@ -104,6 +109,8 @@ class Saver:
             outcome = self._written(one.content, name)
             if outcome.error is None:
                 del self._open[name]
+            elif isinstance(outcome.error, _Unsound):
+                one.content = None  # and will not be sound later
             if outcome.error is None or name not in self._failed:
                 self._outcomes.append(outcome)
             if outcome.error is not None:
@@ -116,15 +123,19 @@ class Saver:
             _check_sound(content)
             path = self._write(content, name)
             return outcome(path, path.stat().st_size, time.monotonic() - started)
-        except (OSError, RuntimeError) as error:  # torch.save turns a full disk into the second
+        except Exception as error:  # torch.save has many for a full disk, and for full memory
             return outcome(None, 0, time.monotonic() - started, error)
+
+
+class _Unsound(RuntimeError):
+    """A state that is not worth keeping."""
 
 
 def _check_sound(content: Content) -> None:
     """Nothing that is no number takes the place of what was good."""
     for tensor in _tensors(content["model"]) + _tensors(content["optimizer"]):
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise RuntimeError("weights or moments are no numbers any more")
+            raise _Unsound("weights or moments are no numbers any more")
 
 
 def _has_room_for(tensors: list[Tensor]) -> bool:

@@ -1,6 +1,7 @@
 """Requests by signal: a flag is set, at which the loop looks once a step."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -8,6 +9,7 @@ from typing import Any
 
 _END = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP; nohup ignores it
 _SAVE = "SIGUSR1"  # which Windows has not either
+TOGETHER_S = 0.5  # torchrun passes on what a cluster has sent to all processes already
 
 
 class Requests:
@@ -28,16 +30,19 @@ class Requests:
 
 @contextmanager
 def watch_for_requests() -> Iterator[Requests]:
-    """SIGINT, SIGTERM and SIGHUP ask for a clean end; a second one ends the process at once.
+    """SIGINT, SIGTERM and SIGHUP ask for a clean end; a later one ends the process at once.
 
     SIGUSR1 asks for a checkpoint.
     """
-    requests = Requests()
+    requests, asked_at = Requests(), None
 
     def ask_for_end(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
         requests.is_end_asked = True
-        for kind in ending:
-            signal.signal(kind, before[kind])
+        asked_at = asked_at or time.monotonic()
+        if time.monotonic() > asked_at + TOGETHER_S:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
 
     ending = [kind for kind in _known(*_END) if signal.getsignal(kind) is not signal.SIG_IGN]
     handlers = dict.fromkeys(ending, ask_for_end)

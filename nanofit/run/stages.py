@@ -20,7 +20,7 @@ from nanofit.learning.compiler import compile_in_place, disagreement, measure, u
 from nanofit.learning.step import UpdateInterrupted
 from nanofit.learning.undo import UpdateUndo
 from nanofit.machine.device import Device
-from nanofit.machine.dist import OtherProcessFailed, Ranks
+from nanofit.machine.dist import OtherProcessFailed, ProcessLost, Ranks
 from nanofit.machine.memory import DeviceMemory, is_out_of_memory
 from nanofit.terminal import InputError, compact, first_line
 
@@ -208,6 +208,8 @@ class Stages:
                 compile_in_place(model, plan.activation_memory_budget)
                 compiled = measure(model, batch, device, rows=len(batch.idx))
                 return disagreement(eager, compiled, dropout=model.config.dropout)
+        except ProcessLost:
+            raise
         except Exception as error:  # torch.compile fails in as many ways as there are machines
             uncompile(model, plan.recompute)
             return OUT_OF_MEMORY if is_out_of_memory(error) else _told(error)
@@ -297,7 +299,8 @@ class Stages:
         if _is_lack_of_memory(error):
             return OUT_OF_MEMORY
         is_first_compiled = self.stage == "compiled" and not self._times
-        return _told(error) if is_first_compiled else None
+        is_of_compiling = is_first_compiled and not isinstance(error, InputError)
+        return _told(error) if is_of_compiling else None
 
     def _step_back(self, step: int, trouble: str) -> None:
         if self._ranks.any(trouble not in (OUT_OF_MEMORY, OUT_IN_UPDATE)):

@@ -122,6 +122,7 @@ class RunConfig:
     backend: Annotated[Literal["auto", "nccl", "gloo"], "how processes talk under torchrun"] = (
         "auto"
     )
+    rank_timeout_s: Annotated[float, "seconds that such processes wait for one of them"] = 1800.0
     compile: Annotated[bool, "use torch.compile, falling back to eager if it fails"] = True
     compile_after: Annotated[int, "steps to run eagerly before compiling"] = 100
     loss: Annotated[
@@ -198,6 +199,7 @@ class RunConfig:
         yield from _below(self, 1, "eval_interval", "eval_iters", "log_interval")
         yield from _below(self, 1, "save_interval", "keep_checkpoints")
         yield from _below(self, 0, "compile_after", "sample_interval")
+        yield from _below(self, 1, "rank_timeout_s")
         if not 0.1 <= self.activation_memory_budget <= 1:
             yield (
                 f"activation_memory_budget = {self.activation_memory_budget} must be from 0.1 to "

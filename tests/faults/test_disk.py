@@ -1,21 +1,24 @@
-"""A disk that fills up, a folder that is removed: training goes on, and nothing good is lost."""
+"""A disk that takes nothing, a folder that is removed: training goes on, and nothing is lost."""
 
+import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from nanofit.run.metrics import Log
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics
 from tests.processes import wait_for
 
-pytestmark = pytest.mark.slow
 LONG = ["--max_iters=1000", "--eval_interval=50", "--save_interval=25"]
 
 
@@ -67,6 +70,7 @@ def fill(path: Path) -> None:
     os.close(descriptor)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_costs_no_checkpoint_and_no_step(
     running, small_disk, tiny_run, tmp_path
 ):
@@ -89,6 +93,80 @@ def test_a_disk_that_fills_up_costs_no_checkpoint_and_no_step(
     assert list(read_metrics(out, "step", "loss")) == list(range(1000))
 
 
+@contextmanager
+def read_only(out: Path, pid: int) -> Iterator[None]:
+    """What has the folder's name is on a disk that takes nothing."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", out], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", out], check=True)
+
+
+@contextmanager
+def no_permission(out: Path, pid: int) -> Iterator[None]:
+    """To add files; the administrator, to whom no mode says that, included."""
+    subprocess.run(["chattr", "+i", out], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", out], check=True)
+
+
+@contextmanager
+def quota(out: Path, pid: int) -> Iterator[None]:
+    """No file may grow beyond what metrics.jsonl has by now."""
+    free = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, free[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, free)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts disks")
+@pytest.mark.parametrize("refused", [read_only, no_permission, quota])
+def test_a_folder_that_takes_nothing_for_a_while_costs_no_checkpoint_and_no_step(
+    running, tiny_run, tmp_path, refused
+):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    process = running(out)
+    with refused(out, process.pid):
+        wait_for(lambda: "NOT SAVED" in text(tmp_path), interval_s=0.005)
+    assert process.wait(120) == 0, text(tmp_path)
+    assert text(tmp_path).count("metrics.jsonl could not be written") <= 1
+    assert "Traceback" not in text(tmp_path)
+    assert tiny_run(*LONG, out_dir=whole).returncode == 0
+    assert_equal(weights(out), weights(whole))
+    assert list(read_metrics(out, "step", "loss")) == list(range(1000))
+
+
+def test_records_wait_in_memory_for_a_disk_to_have_room(small_disk, capsys):
+    log = Log(
+        small_disk,
+        is_main=True,
+        log_interval=1,
+        first_step=0,
+        last_step=1000,
+        tokens_per_step=1,
+        flops_per_token=1.0,
+        peak_flops=None,
+    )
+    losses = torch.linspace(4, 3, 1000)
+    with log:
+        for step, loss in enumerate(losses):
+            if step == 100:
+                fill(small_disk / "filler")
+            if step == 900:
+                (small_disk / "filler").unlink()
+            log.stepped(step, loss, torch.ones(()), 1e-3)
+    told = [json.loads(line) for line in (small_disk / "metrics.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["loss"]) for one in told] == list(enumerate(losses.tolist()))
+    assert capsys.readouterr().out.count("could not be written (No space left on device)") == 1
+
+
+@pytest.mark.slow
 def test_a_folder_that_is_removed_is_made_again(running, tiny_run, tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     process = running(out)

@@ -147,7 +147,8 @@ def test_wandb_that_hangs_does_not_hold_up_the_run(tiny_dataset, tmp_path):
     command = [sys.executable, PROJECT / "train.py", *words, "--max_iters=300"]
     said = (tmp_path / "said").open("w")  # a pipe would be held open by what is stopped
     run = processes.start(command, env=environment, cwd=tmp_path, stdout=said, stderr=said)
-    wait_for(lambda: out.exists() and len(read_records(out, "step")) > 5, interval_s=0.001)
+    written = out / "metrics.jsonl"
+    wait_for(lambda: written.exists() and len(read_records(out, "step")) > 5, interval_s=0.001)
     [core] = [pid for pid in children_of(run.pid) if b"wandb-core" in command_of(pid)]
     os.kill(core, signal.SIGSTOP)
     assert run.wait(200) == 0, (tmp_path / "said").read_text()
