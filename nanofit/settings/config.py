@@ -10,6 +10,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -299,6 +300,15 @@ def answer_help(argv: Sequence[str], purpose: str) -> None:
 def flatten(*sections: Any) -> dict[str, Any]:
     """All settings of some sections as one dictionary of plain values, for a checkpoint."""
     return {field.name: getattr(part, field.name) for part in sections for field in fields(part)}
+
+
+def sound(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a file tells of a run, the settings that have a value they can have."""
+    found = {}
+    for name, value in values.items():
+        with suppress(ValueError, TypeError):  # of what cannot be a name, or one of the choices
+            found[name] = _checked(name, value)
+    return found
 
 
 def _second_lengths(values: Mapping[str, Any], flags: set[str]) -> Iterator[str]:
