@@ -13,7 +13,7 @@ Parameter names are nanoGPT's, so its checkpoints load.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -94,8 +94,9 @@ class GPT(nn.Module):
 
         That is known before a model is made, for which a file could ask for any memory.
         """
-        if wrong := [name for name in shape if name not in sound(shape)]:
-            raise ValueError(f"there is no {wrong[0]} = {shape[wrong[0]]!r:.50}")
+        known = {field.name for field in fields(GPTConfig)} & sound(shape).keys()
+        if unknown := [name for name in shape if name not in known]:
+            raise ValueError(f"it has no such model_args as {unknown[0]}")
         config = GPTConfig(**shape)
         if problems := list(config.problems()):
             raise ValueError(problems[0])

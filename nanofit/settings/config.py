@@ -306,7 +306,7 @@ def sound(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of what a file tells of a run, the settings that have a value they can have."""
     found = {}
     for name, value in values.items():
-        with suppress(ValueError, TypeError):  # of what cannot be a name, or one of the choices
+        with suppress(ValueError, TypeError, RecursionError):  # the last in telling of it
             found[name] = _checked(name, value)
     return found
 
@@ -409,7 +409,7 @@ def _checked(name: str, value: Any) -> Any:
     """`value` as the type that the setting `name` has, or ValueError."""
     kind, _ = _knob(name)
     if _is_choice(kind):
-        if value in get_args(kind):
+        if isinstance(value, str) and value in get_args(kind):
             return value
         raise ValueError(f"{name} = {value!r} must be one of {', '.join(get_args(kind))}")
     allowed = get_args(kind) if _is_optional(kind) else (kind,)
