@@ -19,6 +19,11 @@ def read_small(path: Path, most_bytes: int = MOST_SMALL) -> str:
     return content.decode("utf-8-sig")
 
 
+def without_links(path: str, flags: int) -> int:
+    """For open(..., opener=without_links): never through a link, to somewhere else."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 @contextmanager
 def atomic_write(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """Yield a temporary path to write to; on success it is made durable and takes the final name.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model import GPT
-from nanofit.files import atomic_write
+from nanofit.files import atomic_write, without_links
 from nanofit.learning.optim import lr_at, same_lr_until
 from nanofit.machine.memory import is_out_of_memory
 from nanofit.settings.config import ENDLESS, TrainConfig, flatten, sound
@@ -78,7 +78,7 @@ class Checkpoints:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "metrics.jsonl").open("a"):
+            with open(self.folder / "metrics.jsonl", "a", opener=without_links):
                 pass
             best = self.folder / BEST
             later = [path for path in self.newest_first() if _step_of(path) > step]

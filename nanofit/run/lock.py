@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from nanofit.files import without_links
 from nanofit.machine.dist import Ranks
 from nanofit.settings.config import RunConfig
 from nanofit.terminal import InputError
@@ -39,7 +40,7 @@ def only_run_in_folder(run: RunConfig, ranks: Ranks) -> Iterator[None]:
 def _locked(folder: Path) -> TextIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = open(folder / LOCK, "a+", encoding="utf-8", opener=without_links)  # noqa: SIM115
     except OSError as error:
         raise InputError(
             f"cannot write to out_dir {folder} ({error.strerror}); use another --out_dir"

@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -352,6 +353,7 @@ def _knobs(section: type) -> dict[str, tuple[Any, str]]:
     return {name: get_args(hint) for name, hint in hints.items()}
 
 
+@cache
 def _all_knobs() -> dict[str, tuple[Any, str]]:
     return {name: knob for section in SECTIONS for name, knob in _knobs(section).items()}
 
