@@ -10,7 +10,6 @@ setting of train.py can be given as well: --max_iters=1000.
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +48,7 @@ MUON_SOURCE = (
     "rule is known: they stay as published"
 )
 COLUMNS = 100
+MOST = 1e18  # hours, tokens or epochs: more is a slip
 
 
 def main(argv: Sequence[str]) -> None:
@@ -108,8 +108,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if budgets and len(lengths) > 1:
         raise InputError(f"{' and '.join(lengths)} each set the run's length; give one of them")
     for name in budgets:
-        if not 0 < getattr(asked, name) < math.inf:
-            raise InputError(f"--{name} {getattr(asked, name)} is not a length; give more than 0")
+        if not 0 < getattr(asked, name) < MOST:
+            raise InputError(
+                f"--{name} {getattr(asked, name):g} is not a length; give one above 0 and below {MOST:g}"
+            )
     if asked.unique_tokens is not None and asked.shard:
         raise InputError("--unique_tokens and --shard both tell the data; give one of them")
     return asked, rest

@@ -104,7 +104,7 @@ def _check_names(pickled: bytes) -> None:
 
 
 def _is_of_a_tensor(name: str | None) -> bool:
-    return name in _REBUILDS or str(name).startswith("torch ") and str(name).endswith("Storage")
+    return name in _REBUILDS or (str(name).startswith("torch ") and str(name).endswith("Storage"))
 
 
 def _check_values(content: Any, file_bytes: int) -> None:

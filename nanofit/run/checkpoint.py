@@ -333,7 +333,7 @@ def _impossible(content: dict[str, Any]) -> Iterator[str]:
     """What no run can have saved, so that whatever relies on it may do so."""
     config, fixed = content["config"], flatten(GPTConfig(), TrainConfig())
     told = {name: value for name, value in config.items() if name in fixed}
-    yield from (f"it has another {name}" for name in told if name not in sound(told))
+    yield from (f"its {name} is none" for name in told.keys() - sound(told).keys())
     if not isinstance(config.get("out_dir"), str):
         yield "it has no out_dir"
     for name, kinds in _KINDS.items():

@@ -22,6 +22,7 @@ from nanofit.settings.shape import GPTConfig, Recompute
 from nanofit.terminal import InputError, parse_size
 
 _TOO_MANY_LOGITS = 2**31  # for the kernels of a full loss, which count them in 32 bits
+_MOST_SEQUENCES, _MOST_HOURS = 10**6, 10**6  # of a step, of a run: more is a slip
 ENDLESS = 10**9  # max_iters of a run in `hours` before its speed is known
 
 
@@ -90,8 +91,13 @@ class TrainConfig:
         yield from _below(self, 1, "batch_size", "gradient_accumulation_steps")
         yield from _below(self, 0, "max_iters", "warmup_iters", "lr_decay_iters", "seed")
         yield from _below(self, 0, "learning_rate", "min_lr", "weight_decay", "grad_clip")
-        if self.hours is not None and not 0 < self.hours < float("inf"):
-            yield f"hours = {self.hours} must be above 0"
+        if self.sequences_per_step > _MOST_SEQUENCES:
+            yield (
+                f"batch_size × gradient_accumulation_steps = {self.sequences_per_step} must be at "
+                f"most {_MOST_SEQUENCES}"
+            )
+        if self.hours is not None and not 0 < self.hours <= _MOST_HOURS:
+            yield f"hours = {self.hours} must be above 0 and at most {_MOST_HOURS}"
         yield from _below(self, 0, "embedding_rate", "head_rate", "vector_rate")
         if self.muon_steps not in (5, 12):
             yield f"muon_steps = {self.muon_steps} must be 12 or 5"

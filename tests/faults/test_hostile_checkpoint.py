@@ -17,7 +17,6 @@ from nanofit.run.launch import build_model
 from nanofit.settings.config import RunConfig, Settings, TrainConfig, flatten
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError
-from nanofit.weights import read_checkpoint
 from tests.conftest import run_tiny
 from tests.hostile import Calls, bounded, rewrite
 from tests.processes import run_script
@@ -187,10 +186,12 @@ def test_an_archive_that_claims_more_than_it_is_is_refused(change, tmp_path):
 def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path):
     path = saved(tmp_path)
     rewrite(path, lambda name, entry: entry, compression=zipfile.ZIP_DEFLATED)
-    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-        with archive.open("ckpt-00000005/data/99", "w", force_zip64=True) as entry:
-            for _ in range(2**5):  # 0.5 GiB
-                entry.write(bytes(2**24))
+    with (
+        zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("ckpt-00000005/data/99", "w", force_zip64=True) as entry,
+    ):
+        for _ in range(2**5):  # 0.5 GiB
+            entry.write(bytes(2**24))
     assert path.stat().st_size < 2**21
     with bounded(2**28), pytest.raises(InputError, match="unpack to more than it is"):
         read_by_all(path)

@@ -526,7 +526,7 @@ def test_all_problems_of_files_and_flags_come_in_one_message(load):
         ("--learning_rate=-1e-4", "learning_rate = -0.0001 must be at least 0"),
         ("--beta2=1", "beta2 = 1.0 must be at least 0 and below 1"),
         ("--decay_fraction=0", "decay_fraction = 0.0 must be above 0 and at most 1"),
-        ("--hours=0", "hours = 0.0 must be above 0"),
+        ("--hours=0", "hours = 0.0 must be above 0 and at most 1000000"),
         ("--optimizer_bits=16", "optimizer_bits = 16 must be 8 or 32"),
         (
             "--activation_memory_budget=0.0",
