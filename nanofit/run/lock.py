@@ -18,7 +18,7 @@ from typing import TextIO
 from nanofit.files import without_links
 from nanofit.machine.dist import Ranks
 from nanofit.settings.config import RunConfig
-from nanofit.terminal import InputError
+from nanofit.terminal import InputError, redacted
 
 LOCK = "lock"  # who holds it is written into it
 
@@ -52,7 +52,7 @@ def _locked(folder: Path) -> TextIO:
     if not _is_in_place(file):  # whoever had it has just removed it
         file.close()
         return _locked(folder)
-    words = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    words = redacted(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     since = time.strftime("%Y-%m-%d %H:%M")
     with suppress(OSError):  # a full disk: nobody will know who it is
         file.truncate(0)

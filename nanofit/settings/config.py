@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from nanofit.files import PROJECT
 from nanofit.settings.assignments import evaluate, read_assignments
 from nanofit.settings.shape import GPTConfig, Recompute
-from nanofit.terminal import InputError, parse_size
+from nanofit.terminal import InputError, parse_size, redacted
 
 _TOO_MANY_LOGITS = 2**31  # for the kernels of a full loss, which count them in 32 bits
 _MOST_SEQUENCES, _MOST_HOURS = 10**6, 10**6  # of a step, of a run: more is a slip
@@ -217,6 +217,12 @@ class RunConfig:
             yield "on_spike = 'skip' needs optimizer_bits = 32: torchao's AdamW cannot skip a step"
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             yield f"device = {self.device!r} is not auto, cpu, mps, cuda or cuda:<number>"
+        for name, value in vars(self).items():
+            if isinstance(value, str) and redacted(value) != value:
+                yield (
+                    f"{name} holds a password or token, which checkpoints and reports would tell; "
+                    "leave it to the environment"
+                )
         for name in ("memory_limit", "memory_reserve"):
             value = getattr(self, name)
             try:
