@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test test-all test-card run-test-card lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-startup bench-autofit bench-prepare bench-prepare-large clean
+.PHONY: help demo test test-all test-card run-test-card fuzz lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-startup bench-autofit bench-prepare bench-prepare-large clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -61,6 +61,10 @@ run-test-card: .venv-cuda/installed
 	rm -rf .venv-cuda/coverage && mkdir .venv-cuda/coverage
 	$(BIN)/python -m pytest tests/card -p no:randomly -n auto --maxprocesses=2
 	@.venv-cuda/bin/python tests/card/covered.py .venv-cuda/coverage
+
+fuzz: .venv/installed-dev  ## 10,000 damaged inputs for each reader of files
+	NANOFIT_FUZZ=10000 $(BIN)/python -m pytest -n auto --maxprocesses=4 \
+		$(shell find tests -name 'test_fuzz_*.py')
 
 lint: .venv/installed-dev  ## check format, style, and which room imports which
 	$(BIN)/ruff format --check .

@@ -13,7 +13,7 @@ Parameter names are nanoGPT's, so its checkpoints load.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from nanofit.learning.loss import chunked_loss, full_loss, soft_capped, token_losses
+from nanofit.settings.config import sound
 from nanofit.settings.shape import GPTConfig, Recompute
 from nanofit.terminal import InputError, first_line
 from nanofit.weights import read_weights
@@ -79,11 +80,31 @@ class GPT(nn.Module):
         """A model with the weights of our checkpoint, nanoGPT's, or a Hugging Face folder."""
         shape, weights = read_weights(Path(path))
         try:
-            model = cls(GPTConfig(**{**shape, "dropout": dropout}), loss=loss)
+            model = cls.for_weights({**shape, "dropout": dropout}, weights, loss=loss)
             model.load_state_dict(weights)
-        except (TypeError, RuntimeError) as error:
+        except (ValueError, RuntimeError) as error:
             raise InputError(f"{path} does not hold a GPT-2 ({first_line(error)})") from error
         return model
+
+    @classmethod
+    def for_weights(
+        cls, shape: dict[str, Any], weights: dict[str, Tensor], **options: Any
+    ) -> "GPT":
+        """A model of a shape that a file tells; ValueError unless its weights have that shape.
+
+        That is known before a model is made, for which a file could ask for any memory.
+        """
+        known = {field.name for field in fields(GPTConfig)} & sound(shape).keys()
+        if unknown := [name for name in shape if name not in known]:
+            raise ValueError(f"it has no such model_args as {unknown[0]}")
+        config = GPTConfig(**shape)
+        if problems := list(config.problems()):
+            raise ValueError(problems[0])
+        for name, size in config.weights().items():
+            if name not in weights or weights[name].shape != size:
+                found = f"is {tuple(weights[name].shape)}" if name in weights else "is missing"
+                raise ValueError(f"{name} {found}, and should be {size}")
+        return cls(config, **options)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         hidden = self._hidden(idx)  # (B, T, C)

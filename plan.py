@@ -10,7 +10,6 @@ setting of train.py can be given as well: --max_iters=1000.
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +48,7 @@ MUON_SOURCE = (
     "rule is known: they stay as published"
 )
 COLUMNS = 100
+MOST = 1e18  # hours, tokens or epochs: more is a slip
 
 
 def main(argv: Sequence[str]) -> None:
@@ -108,8 +108,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if budgets and len(lengths) > 1:
         raise InputError(f"{' and '.join(lengths)} each set the run's length; give one of them")
     for name in budgets:
-        if not 0 < getattr(asked, name) < math.inf:
-            raise InputError(f"--{name} {getattr(asked, name)} is not a length; give more than 0")
+        length = float(getattr(asked, name))
+        if not 0 < length < MOST:
+            raise InputError(
+                f"--{name} {length} is not a length; give more than 0 and less than {MOST:g}"
+            )
     if asked.unique_tokens is not None and asked.shard:
         raise InputError("--unique_tokens and --shard both tell the data; give one of them")
     return asked, rest
@@ -118,10 +121,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _count(text: str) -> int:
     """A number of tokens as people write it: 650M, 2.5B, 1e9, 1_000_000."""
     match = re.fullmatch(r"([\d_]*\.?\d+(?:e\d+)?)([kmb]?)", text.strip().lower())
-    number = match and round(float(match[1]) * 1000 ** " kmb".index(match[2] or " "))
-    if not number:
+    number = float(match[1]) * 1000 ** " kmb".index(match[2] or " ") if match else 0
+    if not 0.5 < number < MOST:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 650M or 2.5B")
-    return number
+    return round(number)
 
 
 def _print(plan: Plan) -> None:

@@ -7,6 +7,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
+MOST_SMALL = 16 * 2**20  # bytes
+
+
+def read_small(path: Path, most_bytes: int = MOST_SMALL) -> str:
+    """A text that describes something; ValueError if it is too large for that, or no UTF-8."""
+    with path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes:,} bytes, as no such file has")
+    return content.decode("utf-8-sig")
+
+
+def without_links(path: str, flags: int) -> int:
+    """For open(..., opener=without_links): never through a link, to somewhere else."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 @contextmanager
@@ -18,6 +33,7 @@ def atomic_write(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """
     own = f".{os.getpid()}" if is_shared else ""
     temporary = path.with_name(f"{path.name}{own}.tmp")
+    temporary.unlink(missing_ok=True)  # to write through a link would be to write elsewhere
     try:
         yield temporary
         sync(temporary)

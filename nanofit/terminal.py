@@ -20,6 +20,16 @@ from rich.table import Table
 from rich.text import Text
 
 MAIN_SPEAKS_FIRST_S = 3.0
+_SECRETS = [  # each after what may be told of it
+    re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)"),  # https://name:password@host
+    re.compile(r"(://)[^/\s:@]{20,}(?=@)"),  # https://token@host
+    re.compile(
+        r"((?:\b|[_-])(?:token|password|secret|signature|sig|credential|api_?key|access_?key)=)"
+        r"[^&\s'\"]+",
+        re.IGNORECASE,
+    ),
+    re.compile(r"\b(hf_|gh[opsu]_|sk-|AKIA|wandb_v1_)[A-Za-z0-9_-]{16,}"),
+]
 LEAVING_S = 20.0
 MOST_BAR = 24  # columns
 
@@ -75,8 +85,9 @@ def _leave_at_once(code: int) -> NoReturn:
 def say_error(error: InputError) -> None:
     """Say it, and which process says so if that is not the main one."""
     rank = os.environ.get("RANK", "0")
+    told = printable(redacted(str(error)))  # it may quote a file that anybody has written
     with suppress(OSError):  # nobody may be reading any more
-        print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr)
+        print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {told}", file=sys.stderr)
 
 
 def _wait_for_better_words(error: InputError) -> None:
@@ -266,6 +277,18 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is not a size such as 512MB or 1.5GiB")
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
+
+
+def redacted(text: str) -> str:
+    """A text without the passwords and tokens that can be told as such."""
+    for secret in _SECRETS:
+        text = secret.sub(r"\1***", text)
+    return text
+
+
+def printable(text: str) -> str:
+    """A text that does nothing to the terminal which shows it."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
 
 
 def first_line(error: Exception) -> str:

@@ -1,12 +1,19 @@
-"""Weights from and for elsewhere: our checkpoints, nanoGPT's, Hugging Face's folders."""
+"""Weights from and for elsewhere: our checkpoints, nanoGPT's, Hugging Face's folders.
+
+A file may come from anybody. So it is read as data, by torch's `weights_only`, and only once it is
+known to name nothing but tensors, and to unpack to no more than it is.
+"""
 
 import json
+import pickletools
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanofit.files import read_small
 from nanofit.terminal import InputError, first_line
 
 # Hugging Face keeps these as Conv1D: input features first.
@@ -14,6 +21,26 @@ _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "m
 _TABLES = ("transformer.wte.", "transformer.wpe.")
 _ARCH_OF_GELU = {"gelu": "gpt2", "gelu_new": "gpt2-tanh", "gelu_pytorch_tanh": "gpt2-tanh"}
 _MODERN = "nanofit"  # its model_type, as in nanofit/export/modeling_nanofit.py
+
+# What a checkpoint is pickled as, besides plain values. torch allows more, some of which takes as
+# much memory as it is told to.
+_REBUILDS = {
+    "collections OrderedDict",
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_parameter",
+}
+_MOST_PICKLED = 8 * 2**20  # bytes; of GPT-2 XL and its optimiser it is less than one MiB
+_MOST_VALUES = 10**6  # of all containers; one that holds another twice counts it twice
+_TOO_LARGE = 2**63
+_KINDS = {  # of what is used, where it is there
+    "model": dict,
+    "model_args": dict,
+    "config": dict,
+    "optimizer": dict,
+    "iter_num": int,
+    "sequences_seen": int,
+    "seconds": float,
+}
 
 
 class UnreadableCheckpoint(InputError):
@@ -39,7 +66,9 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
     With `mmap` only the tensors that are used are read from the disk.
     """
     try:
+        _check_archive(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        _check_values(checkpoint, path.stat().st_size)
     except Exception as error:  # torch raises many kinds for a damaged file
         told = f"{path} is not a readable checkpoint ({first_line(error)})"
         raise UnreadableCheckpoint(told) from error
@@ -48,7 +77,60 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
         raise InputError(
             f"{path} is not a checkpoint: it has no {' and no '.join(sorted(missing))}"
         )
+    for name, kind in _KINDS.items():
+        if not isinstance(checkpoint.get(name, kind()), kind):
+            raise InputError(f"{path} is not a checkpoint: its {name} is no {kind.__name__}")
+    if not all(isinstance(weight, Tensor) for weight in checkpoint["model"].values()):
+        raise InputError(f"{path} is not a checkpoint: a weight of its model is no tensor")
     return checkpoint
+
+
+def _check_archive(path: Path) -> None:
+    """Hold a file to what torch.save writes, before torch goes by the sizes and names in it."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        is_packed = any(entry.file_size != entry.compress_size for entry in entries)
+        if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("it would unpack to more than it is, as no checkpoint does")
+        described = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if any(entry.file_size > _MOST_PICKLED for entry in described):
+            raise ValueError("more of it than of any checkpoint is not tensors")
+        for entry in described:
+            _check_names(archive.read(entry))
+
+
+def _check_names(pickled: bytes) -> None:
+    for operation, name, _ in pickletools.genops(pickled):
+        if "GLOBAL" in operation.name and not _is_of_a_tensor(name):
+            raise ValueError(
+                f"it names {str(name).replace(' ', '.')}, which could run code or take any memory: "
+                "do not trust it"
+            )
+
+
+def _is_of_a_tensor(name: str | None) -> bool:
+    return name in _REBUILDS or (str(name).startswith("torch ") and str(name).endswith("Storage"))
+
+
+def _check_values(content: Any, file_bytes: int) -> None:
+    """Refuse what is no tree of plain values and of tensors that the file has room for."""
+    waiting, values, tensor_bytes = [content], 0, 0
+    while waiting:
+        one, values = waiting.pop(), values + 1
+        if isinstance(one, dict):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            waiting += one
+        elif isinstance(one, Tensor):
+            tensor_bytes += one.numel() * one.element_size()
+        elif isinstance(one, int) and abs(one) >= _TOO_LARGE:
+            raise ValueError("a number in it is too large")
+        elif not isinstance(one, str | int | float | None):
+            raise ValueError(f"it holds a {type(one).__name__}, as no checkpoint does")
+        if values > _MOST_VALUES:
+            raise ValueError("it is nested without an end")
+        if tensor_bytes > 2 * file_bytes:  # tied weights are there once and told twice
+            raise ValueError("its tensors are larger than the file")
 
 
 def without_compile_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -80,10 +162,10 @@ def _read_hugging_face(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     from safetensors.torch import load_file
 
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_small(folder / "config.json"))
         shape = _shape_of_hugging_face(config)
         stored = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{folder} does not hold a GPT-2 ({reason})") from error
     if shape["arch"] == "modern":

@@ -261,6 +261,8 @@ def test_a_card_without_bfloat16_is_told(planned):
         (["--gpu=RTX 4071"], "names like it are GeForce RTX 4070"),
         (["--gpu"], "--gpu: expected one argument"),
         (["--tokens=many"], "'many' is not a number of tokens such as 650M"),
+        (["--tokens=1e999"], "'1e999' is not a number of tokens such as 650M"),
+        (["--hours=1e300"], "--hours 1e+300 is not a length"),
         (["--shard=/nonexistent/file"], "does not exist"),
         (["--shard=a", "--unique_tokens=1B"], "give one of them"),
         (["--max_itres=5"], "did you mean max_iters?"),

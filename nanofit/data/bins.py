@@ -126,6 +126,8 @@ class BinWriter:
     def _cut(self, split: str):
         """Cut off what was never committed; return the running digest of the rest."""
         path = self._partial(split)
+        if path.is_symlink():
+            path.unlink()  # to write through a link would be to write elsewhere
         path.touch()
         os.truncate(path, 2 * self.tally[f"{split}_tokens"])
         with path.open("rb") as file:

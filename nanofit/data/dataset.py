@@ -9,12 +9,13 @@ from pathlib import Path
 from nanofit.data.bins import JOURNAL, SPLITS, BinWriter
 from nanofit.data.parquet import Shard, sha256_of
 from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE
-from nanofit.files import atomic_write
+from nanofit.files import atomic_write, read_small
 from nanofit.terminal import InputError
 
 META = "meta.json"
 TOLERATED_ROWS, TOLERATED_NET = 0.01, 0.005  # FineWeb counted tokens before it masked addresses
 COMMON_BLOCK_SIZE = 1024
+TOTALS = ("documents", "tokens", "text_bytes")  # of a split
 COUNTS = (
     "skipped",  # null or empty documents
     "checked",  # documents encoded by both encoders, and how many of them differed
@@ -63,13 +64,28 @@ def describe(shards: list[Shard], options: Options, writer: BinWriter) -> dict:
 def read_meta(folder: Path) -> dict | None:
     """The folder's meta.json; None where there is no dataset, or one whose bins are not whole."""
     try:
-        meta = json.loads((folder / META).read_text())
-        bins = [bin for split in SPLITS for bin in meta["splits"][split]["bins"]]
-        is_whole = all((folder / bin["file"]).stat().st_size == 2 * bin["tokens"] for bin in bins)
-        is_whole &= {"sources", "options", "counts"} <= meta.keys()
-    except (OSError, ValueError, KeyError, TypeError):
+        meta = json.loads(read_small(folder / META))
+        return meta if _is_whole(folder, meta) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return meta if is_whole else None
+
+
+def _is_whole(folder: Path, meta: dict) -> bool:
+    """Whether all is there and of its kind that is told of it or done with it."""
+    bins = [bin for split in SPLITS for bin in meta["splits"][split]["bins"]]
+    numbers = [meta["splits"][split][name] for split in SPLITS for name in TOTALS]
+    numbers += [meta["counts"][name] for name in COUNTS]
+    numbers += [source["bytes"] for source in meta["sources"]]
+    numbers += [bin["tokens"] for bin in bins]
+    names = [one["file"] for one in (*bins, *meta["sources"])]
+    return (
+        all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        and all(isinstance(name, str) for name in names)
+        and all("sha256" in source for source in meta["sources"])
+        and isinstance(meta["options"]["val_hash_below"], int)
+        and "val_fraction" in meta["options"]
+        and all((folder / bin["file"]).stat().st_size == 2 * bin["tokens"] for bin in bins)
+    )
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -140,9 +156,7 @@ def _meta_to_merge(folder: Path) -> dict:
 
 def _merge_split(split: str, folders: list[Path], metas: list[dict], out: Path) -> dict:
     parts = [meta["splits"][split] for meta in metas]
-    merged = {
-        name: sum(part[name] for part in parts) for name in ("documents", "tokens", "text_bytes")
-    }
+    merged = {name: sum(part[name] for part in parts) for name in TOTALS}
     merged["bins"] = [
         {**bin, "file": Path(os.path.relpath(folder / bin["file"], out)).as_posix()}
         for folder, part in zip(folders, parts, strict=True)

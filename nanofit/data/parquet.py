@@ -47,7 +47,8 @@ class Shard:
 
     @property
     def name(self) -> str:
-        return self.location.replace(os.sep, "/").rsplit("/", 1)[-1]
+        path = self.location.partition("?")[0] if is_remote(self.location) else self.location
+        return path.replace(os.sep, "/").rsplit("/", 1)[-1]
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 import hashlib
 import json
+import stat
 from bisect import bisect_right
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanofit.files import read_small
 from nanofit.terminal import InputError
 
+_MOST_BYTES = 2**63
 _SAMPLES, _SAMPLE_TOKENS = 64, 2048  # of a split, by which it is known again
 
 
@@ -100,15 +103,15 @@ def _read_meta(folder: Path) -> _Meta:
     if not path.exists():  # nanoGPT prepared it
         return _Meta(0, {split: {f"{split}.bin": None} for split in ("train", "val")}, {}, {})
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = json.loads(read_small(path))
         tokens = {
-            split: {str(one["file"]): int(one["tokens"]) for one in meta["splits"][split]["bins"]}
+            split: {_bin(one["file"]): int(one["tokens"]) for one in meta["splits"][split]["bins"]}
             for split in ("train", "val")
         }
         if not all(tokens.values()):
             raise ValueError("a split without bins")
         text_bytes = {
-            split: int(told["text_bytes"])
+            split: min(int(told["text_bytes"]), _MOST_BYTES)
             for split, told in meta["splits"].items()
             if "text_bytes" in told
         }
@@ -118,8 +121,18 @@ def _read_meta(folder: Path) -> _Meta:
             if all("sha256" in one for one in told["bins"])
         }
         return _Meta(int(meta["vocab_size"]), tokens, text_bytes, digests)
-    except (ValueError, LookupError, TypeError):
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         raise InputError(f"{path} is damaged; prepare the dataset again") from None
+
+
+def _bin(told: Any) -> str:
+    """The name of a bin: elsewhere if datasets were merged, but never another kind of file."""
+    path = PurePosixPath(told)
+    if path.is_absolute() or path.suffix != ".bin":
+        raise ValueError(f"{path} is no bin")
+    return str(path)
 
 
 def _open_split(folder: Path, meta: _Meta, split: str) -> Bins:
@@ -127,16 +140,23 @@ def _open_split(folder: Path, meta: _Meta, split: str) -> Bins:
     for file, expected in tokens.items():
         _check_size(folder / file, expected)
     files = [folder / file for file in tokens]
-    return Bins(files, meta.text_bytes.get(split), meta.digests.get(split))
+    try:
+        return Bins(files, meta.text_bytes.get(split), meta.digests.get(split))
+    except (OSError, ValueError) as error:
+        raise InputError(f"the {split} bins of {folder} cannot be read ({error})") from None
 
 
 def _check_size(file: Path, tokens: int | None) -> None:
-    if not file.exists():
+    try:
+        status = file.stat()
+    except (OSError, ValueError):
         raise InputError(
             f"{file} is missing; put a parquet file into {file.parent}, or run "
             f"`python prepare_fineweb.py SHARD.parquet --out {file.parent}`"
-        )
-    size_bytes = file.stat().st_size
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{file} is no file that holds tokens; prepare the dataset again")
+    size_bytes = status.st_size
     if size_bytes == 0:
         raise InputError(f"{file} is empty; prepare the dataset again")
     expected_bytes = 2 * (size_bytes // 2 if tokens is None else tokens)

@@ -16,7 +16,7 @@ from nanofit.evaluation.estimate import Estimate
 from nanofit.evaluation.predict import Windows, losses_of
 from nanofit.machine.device import Device, describe_device
 from nanofit.run.checkpoint import best_checkpoint
-from nanofit.settings.config import RunConfig
+from nanofit.settings.config import RunConfig, sound
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, Progress
 from nanofit.use.shortage import shortage_in_one_line
@@ -63,7 +63,7 @@ class Subject:
             )
         path = best_checkpoint(path) if path.is_dir() else path
         content = read_checkpoint(path)
-        return cls(name, path, content.get("iter_num"), content.get("config") or {})
+        return cls(name, path, content.get("iter_num"), sound(content.get("config", {})))
 
     @property
     def dataset(self) -> Path | None:

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from nanofit.data.tokenizer import VOCABULARY_SIZE
-from nanofit.report.history import History, Record
+from nanofit.report.history import History, Record, number_in
+from nanofit.settings.config import sound
 from nanofit.settings.shape import GPTConfig
-from nanofit.terminal import duration
+from nanofit.terminal import duration, redacted
 
 _HEAD = """\
 ---
@@ -82,19 +83,27 @@ def model_card(
         **_figures_of_run(saved, launch),
         **_figures_of_evaluation(history, step, launch),
     }
-    rows = [f"| {label} | {value} |" for label, value in figures.items()]
+    rows = [f"| {label} | {_in_a_cell(value)} |" for label, value in figures.items()]
     trust = ", trust_remote_code=True" if shape.is_modern else ""
     use = _USE if shape.vocab_size == VOCABULARY_SIZE else _USE_WITHOUT_TOKENIZER
     command = launch.get("command")
     return "".join(
         [
             _HEAD.format(name=name, figures="\n".join(["| | |", "|---|---|", *rows])),
-            _COMMAND.format(command=command) if command else "",
+            _COMMAND.format(command=_in_a_block(command)) if command else "",
             use.format(name=name, trust=trust),
             _OWN_CODE if shape.is_modern else "",
             _LICENCE,
         ]
     )
+
+
+def _in_a_cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _in_a_block(command: Any) -> str:
+    return redacted(" ".join(str(command).split())).replace("```", "...")
 
 
 def _launch(history: History | None, step: int) -> Record:
@@ -114,9 +123,9 @@ def _figures_of_model(shape: GPTConfig, dtype: str) -> dict[str, str]:
 
 
 def _figures_of_run(saved: dict[str, Any], launch: Record) -> dict[str, str]:
-    settings = launch.get("settings") or saved.get("config") or {}
+    settings = sound(launch.get("settings") or saved.get("config") or {})
     seen = saved.get("sequences_seen", 0) * saved["model_args"]["block_size"]
-    unique = launch.get("data", {}).get("train_tokens")
+    unique = number_in(launch.get("data", {}), "train_tokens")
     machine = launch.get("machine", {})
     figures = {}
     if dataset := settings.get("dataset"):
@@ -124,7 +133,9 @@ def _figures_of_run(saved: dict[str, Any], launch: Record) -> dict[str, str]:
         figures["data"] = f"{Path(dataset).name}{held}"
     if seen:
         epochs = f", {seen / unique:.3g} epochs" if unique else ""
-        figures["seen in training"] = f"{seen:,} tokens in {saved['iter_num']:,} steps{epochs}"
+        figures["seen in training"] = (
+            f"{seen:,} tokens in {saved.get('iter_num', 0):,} steps{epochs}"
+        )
     if settings.get("init_from") not in (None, "auto", "resume", "scratch"):
         figures["begun from"] = Path(settings["init_from"]).name
     if saved.get("seconds"):
@@ -138,9 +149,9 @@ def _figures_of_evaluation(history: History | None, step: int, launch: Record) -
     found = [one for one in history.evaluations if one["step"] == step] if history else []
     if not found or found[-1]["val_loss"] is None:
         return {}
-    sequences = launch.get("data", {}).get("val_sequences")
+    sequences = number_in(launch.get("data", {}), "val_sequences")
     over = f", over {sequences:,} sequences" if sequences else ""
     figures = {"validation loss": f"{found[-1]['val_loss']:.4f}{over}"}
-    if bits := found[-1].get("bits_per_byte"):
+    if bits := number_in(found[-1], "bits_per_byte"):
         figures["bits per byte of text"] = f"{bits:.4f}"
     return figures

@@ -5,9 +5,11 @@ reaches neither the weights nor the memory of the run. The child is `python -m n
 and ends with its parent, however that ends.
 """
 
+import atexit
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +17,12 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from model import GPT
-from nanofit.cache import cache_folder
+from nanofit.cache import private_folder
 from nanofit.data.loader import random_micro_batches
 from nanofit.files import PROJECT
 from nanofit.learning.compiler import compile_in_place
@@ -123,9 +127,19 @@ def _end_with_parent() -> None:
 
 
 def share_compile_cache() -> None:
-    """Keep what is compiled, so that a run finds what its trial compiled, and its resume too."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    """Keep what is compiled, so that a run finds what its trial compiled, and its resume too.
+
+    By itself torch keeps it in the system's temporary folder, under a name that anybody could take
+    first: what cannot be kept is compiled in a folder for this process and its trials.
+    """
     os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    kept = private_folder()
+    folder = kept / "compiled" if kept else Path(mkdtemp(prefix="nanofit-compiled-"))
+    if not kept:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def _environment() -> dict[str, str]:

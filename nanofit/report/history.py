@@ -7,9 +7,10 @@ import json
 import math
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from nanofit.terminal import InputError
 
@@ -27,6 +28,9 @@ _VALUES = {  # what a record of a kind must have to be of use
 _EXPECTED = {kind: _COMMON | values for kind, values in _VALUES.items()}
 _MAY_BE_NONE = {"loss", "grad_norm", "val_loss"}  # what was no number
 _TOO_LARGE = 2**63
+_LONGEST_LINE = 2**20  # characters
+_MOST_RECORDS = 100_000  # of evaluations, of samples, and of launches and events together
+LONGEST_SAMPLE = 2000  # characters of a prompt and of what follows it
 _COLUMNS = (*_EXPECTED["step"], "mfu", "expected_low", "expected_high")
 
 
@@ -68,7 +72,7 @@ class History:
     steps: Steps = field(default_factory=Steps)
     evaluations: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)
-    damaged_lines: int = 0
+    damaged_lines: int = 0  # or too many to be a run's
 
     @property
     def name(self) -> str:
@@ -104,12 +108,10 @@ def read_history(folder: Path) -> History:
     history = History(folder)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
+            for line in _lines(file):
                 record = _parsed(line)
-                if record is None:
+                if record is None or not _add(history, record):
                     history.damaged_lines += 1
-                else:
-                    _add(history, record)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror})") from error
     if not (history.story or history.steps or history.evaluations):
@@ -121,6 +123,15 @@ def number_in(values: Record, name: str, otherwise: float | None = None) -> floa
     """A value that is a number one can reckon with; else what is given instead."""
     value = values.get(name)
     return value if _is_number(value, float) else otherwise
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """Line by line; of one that is too long to be a record nothing but that there is one."""
+    while line := file.readline(_LONGEST_LINE):
+        is_whole = line.endswith("\n") or len(line) < _LONGEST_LINE
+        yield line if is_whole else ""
+        while not is_whole and (rest := file.readline(_LONGEST_LINE)):
+            is_whole = rest.endswith("\n")
 
 
 def _parsed(line: str) -> Record | None:
@@ -147,7 +158,8 @@ def _is_number(value: Any, kind: type) -> bool:
     return type(value) in (int, kind) and abs(value) < _TOO_LARGE  # nor is it nan
 
 
-def _add(history: History, record: Record) -> None:
+def _add(history: History, record: Record) -> bool:
+    """Add a record; False if there are more of its kind than any run has."""
     kind, step = record["kind"], record["step"]
     if kind == "run" or (kind == "event" and record["name"] in WENT_BACK):
         history.steps.forget_from(step)
@@ -155,9 +167,12 @@ def _add(history: History, record: Record) -> None:
             records[:] = [one for one in records if one["step"] < step]
     if kind == "step":
         history.steps.add(record)
-    elif kind in ("run", "event"):
-        history.story.append(record)
-    elif kind == "eval":
-        history.evaluations.append(record)
-    elif kind == "sample":
-        history.samples.append(record)
+        return True
+    if kind == "sample":
+        record = record | {name: record[name][:LONGEST_SAMPLE] for name in ("prompt", "text")}
+    lists = {"eval": history.evaluations, "sample": history.samples}
+    records = history.story if kind in ("run", "event") else lists.get(kind, [])
+    if len(records) < _MOST_RECORDS:
+        records.append(record)
+        return True
+    return False

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from nanofit.report.history import History, Record
 from nanofit.run.words import is_warning, sentence
+from nanofit.terminal import redacted
 
 MOST_MARKS = 200  # more are told together
 LONGEST_VALUE = 120  # of a setting, in characters
@@ -58,7 +59,7 @@ def shortened(value: Any) -> str:
     """A setting as text; what is no plain value is none of ours."""
     if isinstance(value, dict | list):
         return "…"
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else redacted(str(value))
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 

@@ -8,7 +8,7 @@ from nanofit.report.marks import shortened
 from nanofit.report.sheets import UNKNOWN, sheet_of
 from nanofit.settings.config import RunConfig, TrainConfig, flatten
 from nanofit.settings.shape import GPTConfig
-from nanofit.terminal import compact
+from nanofit.terminal import compact, redacted
 
 PATHS = {"out_dir"}  # differ between runs whatever they do
 
@@ -54,7 +54,7 @@ def _facts(run: Record, *, launches: int) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{train} to learn from, {val} to validate on"
     yield "torch", _told(machine, "torch")
     yield "launches", f"{launches}"
-    yield "command", str(run.get("command", UNKNOWN))
+    yield "command", redacted(str(run.get("command", UNKNOWN)))
 
 
 def _told(values: Record, name: str) -> str:

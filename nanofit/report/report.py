@@ -21,7 +21,7 @@ from nanofit.report.sheets import (
 )
 from nanofit.terminal import compact, duration
 
-MOST_SAMPLES, LONGEST_SAMPLE = 30, 2000  # in characters
+MOST_SAMPLES = 30
 LEAST_QUIET_S = 600  # before a run that is silent may have ended
 QUIET_GAPS = 5  # or so many times the longest of late between two records
 
@@ -123,8 +123,8 @@ def _samples(history: History) -> list[dict[str, Any]]:
     return [
         {
             "told": told_place(sample),
-            "prompt": sample["prompt"][:LONGEST_SAMPLE],
-            "text": sample["text"][:LONGEST_SAMPLE],
+            "prompt": sample["prompt"],
+            "text": sample["text"],
         }
         for sample in some_of(history.samples, MOST_SAMPLES)
     ]

@@ -7,26 +7,37 @@ which the run can be extended. The keys are nanoGPT's and a few more.
 
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from model import GPT
-from nanofit.files import atomic_write
+from nanofit.files import atomic_write, without_links
 from nanofit.learning.optim import lr_at, same_lr_until
 from nanofit.machine.memory import is_out_of_memory
-from nanofit.settings.config import ENDLESS, TrainConfig, flatten
+from nanofit.settings.config import ENDLESS, TrainConfig, flatten, sound
 from nanofit.settings.shape import GPTConfig
-from nanofit.terminal import InputError
+from nanofit.terminal import InputError, first_line
 from nanofit.weights import UnreadableCheckpoint, read_checkpoint, without_compile_prefix
 
 FORMAT = 1
 # A run may be extended, and its sequences per step be cut into other micro-batches.
 _MAY_CHANGE = {"max_iters", "lr_decay_iters", "batch_size", "gradient_accumulation_steps"}
+_KINDS = {  # of what a run goes on from; what may be missing is younger than the first checkpoints
+    "best_val_loss": float,
+    "seconds": float,
+    "rollbacks": tuple | list | None,
+    "stage": str | None,
+    "compile_at": int | None,
+    "data": dict | None,
+    "machine": dict | None,
+    "scaler": dict | None,
+}
 BEST, STABLE = "ckpt-best.pt", "ckpt-stable.pt"
 
 
@@ -69,7 +80,7 @@ class Checkpoints:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "metrics.jsonl").open("a"):
+            with open(self.folder / "metrics.jsonl", "a", opener=without_links):
                 pass
             for half_written in self.folder.glob("ckpt-*.pt.tmp"):  # when a run was killed
                 half_written.unlink()
@@ -206,18 +217,34 @@ def unpack(
     scaler: torch.amp.GradScaler,
 ) -> Progress:
     """Put a checkpoint's state back into place."""
-    model.load_state_dict(without_compile_prefix(content["model"]))
-    optimizer.load_state_dict(content["optimizer"])
-    if scaler.is_enabled() and content["scaler"]:  # empty if it was saved by a bfloat16 run
-        scaler.load_state_dict(content["scaler"])
+    try:
+        model.load_state_dict(without_compile_prefix(content["model"]))
+        optimizer.load_state_dict(content["optimizer"])
+        _check_moments(optimizer)
+        if scaler.is_enabled() and content["scaler"]:  # empty if it was saved by a bfloat16 run
+            scaler.load_state_dict(content["scaler"])
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"the checkpoint of step {content['iter_num']} does not fit its run "
+            f"({type(error).__name__}: {first_line(error)}); move it away to go on from another"
+        ) from error
     return Progress(
         step=content["iter_num"],
         best_val_loss=content["best_val_loss"],
         seconds=content["seconds"],
-        rollbacks=content.get("rollbacks", ()),
-        stage=content.get("stage", "eager"),
+        rollbacks=content.get("rollbacks") or (),
+        stage=content.get("stage") or "eager",
         compile_at=content.get("compile_at"),
     )
+
+
+def _check_moments(optimizer: torch.optim.Optimizer) -> None:
+    for weight, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if isinstance(moment, Tensor) and moment.dim() and moment.shape != weight.shape:
+                raise ValueError(f"{name} of a weight {tuple(weight.shape)} has another shape")
 
 
 def changed_data(content: dict[str, Any], data: dict[str, Any]) -> dict[str, str]:
@@ -317,7 +344,42 @@ def _read_whole(path: Path) -> dict[str, Any] | None:
         return None
     if not {"config", "optimizer", "iter_num"} <= content.keys():
         raise InputError(f"{path} is no checkpoint of ours; start from it with --init_from={path}")
+    if wrong := next(_impossible(content), None):
+        raise InputError(
+            f"{path} is no checkpoint of ours: {wrong}; move it away to go on from another"
+        )
     return content
+
+
+def _impossible(content: dict[str, Any]) -> Iterator[str]:
+    """What no run can have saved, so that whatever relies on it may do so."""
+    config, fixed = content["config"], flatten(GPTConfig(), TrainConfig())
+    told = {name: value for name, value in config.items() if name in fixed}
+    yield from (f"its {name} is none" for name in told.keys() - sound(told).keys())
+    if not isinstance(config.get("out_dir"), str):
+        yield "it has no out_dir"
+    for name, kinds in _KINDS.items():
+        if not isinstance(content.get(name), kinds):
+            yield f"its {name} is a {type(content.get(name)).__name__}"
+    if not (content["iter_num"] >= 0 and 0 <= content["seconds"] < float("inf")):
+        yield "its iter_num or its seconds are out of bounds"
+    yield from _learned(content).problems()
+    if not all(_is_rollback(one) for one in content.get("rollbacks") or ()):
+        yield "its rollbacks are none"
+    if not all(map(_is_identity, (content.get("data") or {}).values())):
+        yield "its data cannot be told from others"
+
+
+def _is_rollback(one: Any) -> bool:
+    """A step, and a number of steps that were left out after it."""
+    is_pair = isinstance(one, tuple | list) and len(one) == 2
+    return is_pair and all(isinstance(number, int) and number >= 0 for number in one)
+
+
+def _is_identity(one: Any) -> bool:
+    """As Bins.identity tells it."""
+    is_whole = isinstance(one, dict) and {"tokens", "sample", "digests"} <= one.keys()
+    return is_whole and isinstance(one["tokens"], int)
 
 
 def _rename(path: Path, why: str) -> None:

@@ -35,8 +35,8 @@ from nanofit.run.spikes import watch_for_spikes
 from nanofit.run.stages import Stages
 from nanofit.run.trackers import Sink, open_sinks
 from nanofit.settings.config import ENDLESS, RunConfig, Settings, TrainConfig, flatten
-from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, compact
+from nanofit.weights import without_compile_prefix
 
 DATA_CHANGED = "data changed"
 
@@ -302,7 +302,14 @@ def build_model(settings: Settings, saved: dict[str, Any] | None = None) -> GPT:
     shape, learn, run = settings
     torch.manual_seed(learn.seed)
     if saved:
-        return GPT(GPTConfig(**saved["model_args"]), loss=run.loss)
+        try:
+            weights = without_compile_prefix(saved["model"])
+            return GPT.for_weights(saved["model_args"], weights, loss=run.loss)
+        except ValueError as error:
+            raise InputError(
+                f"the checkpoint in {run.out_dir} holds no model ({error}); move it away to go on "
+                "from another"
+            ) from error
     if run.init_from in ("auto", "scratch"):
         return GPT(shape, loss=run.loss)
     model = GPT.from_checkpoint(run.init_from, loss=run.loss, dropout=shape.dropout)

@@ -15,9 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from nanofit.files import without_links
 from nanofit.machine.dist import Ranks
 from nanofit.settings.config import RunConfig
-from nanofit.terminal import InputError
+from nanofit.terminal import InputError, redacted
 
 LOCK = "lock"  # who holds it is written into it
 
@@ -39,7 +40,7 @@ def only_run_in_folder(run: RunConfig, ranks: Ranks) -> Iterator[None]:
 def _locked(folder: Path) -> TextIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = open(folder / LOCK, "a+", encoding="utf-8", opener=without_links)  # noqa: SIM115
     except OSError as error:
         raise InputError(
             f"cannot write to out_dir {folder} ({error.strerror}); use another --out_dir"
@@ -51,7 +52,7 @@ def _locked(folder: Path) -> TextIO:
     if not _is_in_place(file):  # whoever had it has just removed it
         file.close()
         return _locked(folder)
-    words = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    words = redacted(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     since = time.strftime("%Y-%m-%d %H:%M")
     with suppress(OSError):  # a full disk: nobody will know who it is
         file.truncate(0)

@@ -314,7 +314,7 @@ def has_ended(folder: Path, step: int) -> bool:
 
 def _record(line: bytes) -> dict[str, Any]:
     """What a line holds; nothing if it is not whole."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         record = json.loads(line)
         if isinstance(record, dict):
             return record
@@ -324,8 +324,22 @@ def _record(line: bytes) -> dict[str, Any]:
 def _open_records(path: Path) -> FileIO:
     """Open for appending, without a last record that a crash cut short: every line is whole."""
     if path.exists() and path.stat().st_size:
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        os.truncate(path, _whole_lines_bytes(path))
     return path.open("ab", buffering=0)
+
+
+def _whole_lines_bytes(path: Path) -> int:
+    """Where the last whole line ends; of a large file only its end is read."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(end - _TAIL_BYTES, 0)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0
 
 
 def _band_values(band: Band | None) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanofit.memory.need import components_of
 from nanofit.memory.setup import Setup
 from nanofit.settings.config import ENDLESS, flatten
+from nanofit.terminal import redacted
 
 if TYPE_CHECKING:
     from nanofit.run.launch import Launch
@@ -23,7 +24,7 @@ def described(launch: "Launch") -> dict[str, Any]:
     shape = launch.learner.model.config
     return {
         "time": time.time(),
-        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": redacted(shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])),
         "settings": flatten(shape, launch.learn, launch.run),
         "parameters": shape.parameters,
         "data": _data(launch),

@@ -6,10 +6,13 @@ Understood: literals, arithmetic, f-strings, names assigned before. Nothing else
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nanofit.files import read_small
+
+_MOST_BYTES, _LONGEST_TEXT = 2**18, 10_000
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -32,7 +35,7 @@ def read_assignments(
     an underscore serve the file's own arithmetic and are not passed on.
     """
     try:
-        statements = ast.parse(path.read_text(encoding="utf-8-sig"), str(path)).body
+        statements = ast.parse(read_small(path, _MOST_BYTES), str(path)).body
     except OSError as error:
         yield f"cannot read config file {path}: {error.strerror}"
         return
@@ -62,10 +65,7 @@ def evaluate(text: str, names: Mapping[str, Any]) -> Any:
 def _assignment(statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=expression):
-            value = _evaluate(expression, names)
-            if isinstance(value, str) and len(value) > 10_000:
-                raise ValueError("the text is too long")
-            yield name, value
+            yield name, _evaluate(expression, names)
         case ast.Expr(value=ast.Constant(value=str())):
             pass  # a docstring
         case ast.Import(names=[ast.alias(name="time")]):
@@ -79,7 +79,9 @@ def _assignment(statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[tuple
 
 def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
     match node:
-        case ast.Constant(value=bool() | str() | None as value):
+        case ast.Constant(value=str() as text):
+            return _text([text])
+        case ast.Constant(value=bool() | None as value):
             return value
         case ast.Constant(value=int() | float() as value):
             return _number(value)
@@ -92,7 +94,7 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
             return _combine(type(sign), _evaluate(left, names), _evaluate(right, names))
         case ast.JoinedStr(values=parts):
-            return "".join(_evaluate(part, names) for part in parts)
+            return _text(_evaluate(part, names) for part in parts)
         case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
             return str(_evaluate(value, names))
         case ast.FormattedValue(value=value, conversion=-1, format_spec=spec):
@@ -108,13 +110,22 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 def _combine(sign: type, left: Any, right: Any) -> Any:
     if sign is ast.Add and isinstance(left, str) and isinstance(right, str):
-        return left + right
+        return _text([left, right])
     if sign is ast.Pow and abs(_number(right)) > 64:
         raise ValueError(f"exponent {right} is too large")
     try:
         return _number(_OPERATORS[sign](_number(left), _number(right)))
     except ArithmeticError as error:
         raise ValueError(str(error)) from None
+
+
+def _text(parts: Iterable[str]) -> str:
+    text = ""
+    for part in parts:
+        text += part
+        if len(text) > _LONGEST_TEXT:
+            raise ValueError("a text is too long")
+    return text
 
 
 def _formatted(value: Any, spec: str) -> str:

@@ -10,16 +10,19 @@ import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from nanofit.files import PROJECT
 from nanofit.settings.assignments import evaluate, read_assignments
 from nanofit.settings.shape import GPTConfig, Recompute
-from nanofit.terminal import InputError, parse_size
+from nanofit.terminal import InputError, parse_size, redacted
 
 _TOO_MANY_LOGITS = 2**31  # for the kernels of a full loss, which count them in 32 bits
+_MOST_SEQUENCES, _MOST_HOURS = 10**6, 10**6  # of a step, of a run: more is a slip
 ENDLESS = 10**9  # max_iters of a run in `hours` before its speed is known
 
 
@@ -88,8 +91,13 @@ class TrainConfig:
         yield from _below(self, 1, "batch_size", "gradient_accumulation_steps")
         yield from _below(self, 0, "max_iters", "warmup_iters", "lr_decay_iters", "seed")
         yield from _below(self, 0, "learning_rate", "min_lr", "weight_decay", "grad_clip")
-        if self.hours is not None and not 0 < self.hours < float("inf"):
-            yield f"hours = {self.hours} must be above 0"
+        if self.sequences_per_step > _MOST_SEQUENCES:
+            yield (
+                f"batch_size × gradient_accumulation_steps = {self.sequences_per_step} must be at "
+                f"most {_MOST_SEQUENCES}"
+            )
+        if self.hours is not None and not 0 < self.hours <= _MOST_HOURS:
+            yield f"hours = {self.hours} must be above 0 and at most {_MOST_HOURS}"
         yield from _below(self, 0, "embedding_rate", "head_rate", "vector_rate")
         if self.muon_steps not in (5, 12):
             yield f"muon_steps = {self.muon_steps} must be 12 or 5"
@@ -211,6 +219,12 @@ class RunConfig:
             yield "on_spike = 'skip' needs optimizer_bits = 32: torchao's AdamW cannot skip a step"
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             yield f"device = {self.device!r} is not auto, cpu, mps, cuda or cuda:<number>"
+        for name, value in vars(self).items():
+            if isinstance(value, str) and redacted(value) != value:
+                yield (
+                    f"{name} holds a password or token, which checkpoints and reports would tell; "
+                    "leave it to the environment"
+                )
         for name in ("memory_limit", "memory_reserve"):
             value = getattr(self, name)
             try:
@@ -303,6 +317,15 @@ def flatten(*sections: Any) -> dict[str, Any]:
     return {field.name: getattr(part, field.name) for part in sections for field in fields(part)}
 
 
+def sound(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a file tells of a run, the settings that have a value they can have."""
+    found = {}
+    for name, value in values.items():
+        with suppress(ValueError, TypeError, RecursionError):  # the last in telling of it
+            found[name] = _checked(name, value)
+    return found
+
+
 def _second_lengths(values: Mapping[str, Any], flags: set[str]) -> Iterator[str]:
     """Flags that give a run in `hours` a length in steps; what files say of steps gives way."""
     if values["hours"] is None:
@@ -344,6 +367,7 @@ def _knobs(section: type) -> dict[str, tuple[Any, str]]:
     return {name: get_args(hint) for name, hint in hints.items()}
 
 
+@cache
 def _all_knobs() -> dict[str, tuple[Any, str]]:
     return {name: knob for section in SECTIONS for name, knob in _knobs(section).items()}
 
@@ -401,7 +425,7 @@ def _checked(name: str, value: Any) -> Any:
     """`value` as the type that the setting `name` has, or ValueError."""
     kind, _ = _knob(name)
     if _is_choice(kind):
-        if value in get_args(kind):
+        if isinstance(value, str) and value in get_args(kind):
             return value
         raise ValueError(f"{name} = {value!r} must be one of {', '.join(get_args(kind))}")
     allowed = get_args(kind) if _is_optional(kind) else (kind,)

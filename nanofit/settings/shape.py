@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+# Far beyond any model: more is a slip or an attack, and to reckon with it would take for ever.
+_MOST = dict(n_layer=10_000, n_head=10_000, n_embd=10**6, block_size=2**20, vocab_size=2**24)
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -76,9 +79,11 @@ class GPTConfig:
         return shapes | (_with_bias("lm_head", (V, C), self.bias) if self.is_modern else {})
 
     def problems(self) -> Iterator[str]:
-        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
+        for name, most in _MOST.items():
             if getattr(self, name) < 1:
                 yield f"{name} = {getattr(self, name)} must be at least 1"
+            elif getattr(self, name) > most:
+                yield f"{name} = {getattr(self, name)} must be at most {most}"
         if self.n_head > 0 and self.n_embd % self.n_head:
             nearest = max(round(self.n_embd / self.n_head), 1) * self.n_head
             yield (

@@ -521,12 +521,16 @@ def test_all_problems_of_files_and_flags_come_in_one_message(load):
     [
         ("--batch_size=0", "batch_size = 0 must be at least 1"),
         ("--gradient_accumulation_steps=-1", "gradient_accumulation_steps = -1 must be at least 1"),
+        (
+            "--batch_size=10**9",
+            "batch_size × gradient_accumulation_steps = 40000000000 must be at most 1000000",
+        ),
         ("--max_iters=-1", "max_iters = -1 must be at least 0"),
         ("--seed=-1", "seed = -1 must be at least 0"),
         ("--learning_rate=-1e-4", "learning_rate = -0.0001 must be at least 0"),
         ("--beta2=1", "beta2 = 1.0 must be at least 0 and below 1"),
         ("--decay_fraction=0", "decay_fraction = 0.0 must be above 0 and at most 1"),
-        ("--hours=0", "hours = 0.0 must be above 0"),
+        ("--hours=0", "hours = 0.0 must be above 0 and at most 1000000"),
         ("--optimizer_bits=16", "optimizer_bits = 16 must be 8 or 32"),
         (
             "--activation_memory_budget=0.0",
@@ -541,6 +545,8 @@ def test_all_problems_of_files_and_flags_come_in_one_message(load):
         ("--device=gpu", "device = 'gpu' is not auto, cpu, mps, cuda or cuda:<number>"),
         ("--dropout=1", "dropout = 1.0 must be at least 0 and below 1"),
         ("--n_layer=0", "n_layer = 0 must be at least 1"),
+        ("--n_layer=10**9", "n_layer = 1000000000 must be at most 10000"),
+        ("--block_size=2**40", "block_size = 1099511627776 must be at most 1048576"),
         ("--n_head=0", "n_head = 0 must be at least 1"),
         ("--memory_limit=lots", "memory_limit: 'lots' is not a size such as 512MB or 1.5GiB"),
         ("--memory_reserve=", "memory_reserve: '' is not a size such as 512MB or 1.5GiB"),
