@@ -1,11 +1,8 @@
 """A disk that fills up, a folder that is removed: training goes on, and nothing good is lost."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics
+from tests.disturb import full_disk, small_disk
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
@@ -20,15 +18,11 @@ LONG = ["--max_iters=1000", "--eval_interval=50", "--save_interval=25"]
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of a few megabytes."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place]
-    if os.name != "posix" or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("a small disk needs the right to mount one")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk", mib=3) as is_mounted:
+        if not is_mounted:
+            pytest.skip("a small disk needs the right to mount one")
+        yield tmp_path / "disk"
 
 
 @pytest.fixture
@@ -58,28 +52,16 @@ def weights(out: Path) -> dict:
     return read(out / "ckpt-00001000.pt")["model"]
 
 
-def fill(path: Path) -> None:
-    """Write until there is no room for another byte."""
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
-    with suppress(OSError):
-        while os.write(descriptor, bytes(512)):
-            pass
-    os.close(descriptor)
-
-
-def test_a_disk_that_fills_up_costs_no_checkpoint_and_no_step(
-    running, small_disk, tiny_run, tmp_path
-):
-    out = small_disk / "out"
+def test_a_disk_that_fills_up_costs_no_checkpoint_and_no_step(running, disk, tiny_run, tmp_path):
+    out = disk / "out"
     process = running(out)
     newest = max(path.name for path in out.glob("ckpt-0*.pt"))
     good = read(out / newest)
-    fill(small_disk / "filler")
-    wait_for(lambda: "NOT SAVED" in text(tmp_path), interval_s=0.005)
-    full_at = int(re.findall(r"step (\d+)", text(tmp_path))[-1])
-    if (out / newest).exists():  # and no newer three have been written before the disk was full
-        assert_equal(read(out / newest)["model"], good["model"])
-    (small_disk / "filler").unlink()
+    with full_disk(disk):
+        wait_for(lambda: "NOT SAVED" in text(tmp_path), interval_s=0.005)
+        full_at = int(re.findall(r"step (\d+)", text(tmp_path))[-1])
+        if (out / newest).exists():  # and no newer three were written before the disk was full
+            assert_equal(read(out / newest)["model"], good["model"])
     assert process.wait(120) == 0, text(tmp_path)
     after = [event["step"] for event in read_events(out, "saved") if event["step"] > full_at]
     assert after, "it was not tried again"
