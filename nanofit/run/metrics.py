@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ class Log:
         self._started = time.monotonic() - seconds_before
         self._mark = (first_step, time.monotonic())
         self._path = folder / "metrics.jsonl"
-        self._file = _open_records(self._path) if is_main else None
+        self._records = _Records(self._path) if is_main else None
         self.divergence: str | None = None  # in words, once it is certain
         self.is_suspect = False
         self._watch, self._unseen = watch or LossWatch(), None
@@ -85,9 +85,8 @@ class Log:
         for sink in self._sinks:
             sink.close()
             self._pass_on(sink)
-        if self._file:
-            with suppress(OSError):  # what a full disk has not taken by now is lost
-                self._file.close()
+        if self._records:
+            self._records.close()
 
     @property
     def seconds(self) -> float:
@@ -262,24 +261,14 @@ class Log:
         assert not record.keys() & values.keys(), "a detail must not replace what every record has"
         record |= {name: _json_value(value) for name, value in values.items()}
         try:
-            self._keep_in_place()
-            self._file.write(json.dumps(record) + "\n")  # json writes floats as repr does: in full
-            self._file.flush()
-        except OSError as error:  # it stays in the buffer, to be written when there is space
+            if self._records.write(json.dumps(record)):  # floats as repr does: in full
+                self._progress.line(f"{self._path} was removed; begun anew", style=WARNING)
+        except OSError as error:
             told = f"metrics.jsonl could not be written ({error.strerror}); going on"
             self._progress.line(told, style=WARNING)
         for sink in self._sinks:
             sink.write(record)
             self._pass_on(sink)
-
-    def _keep_in_place(self) -> None:
-        """Begin the file anew if somebody has removed it."""
-        if self._path.exists():
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file.close()
-        self._file = _open_records(self._path)
-        self._progress.line(f"{self._path} was removed; begun anew", style=WARNING)
 
     def _pass_on(self, sink: Sink) -> None:
         """Say what a sink has to tell its owner."""
@@ -308,11 +297,34 @@ def _record(line: bytes) -> dict[str, Any]:
     return {}
 
 
-def _open_records(path: Path) -> TextIO:
-    """Open for appending, without a last record that a crash cut short: every line is whole."""
-    if path.exists() and path.stat().st_size:
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
+class _Records:
+    """The lines of a file; what a full disk does not take waits, in order, until it does."""
+
+    def __init__(self, path: Path):
+        self._path, self._waiting = path, bytearray()
+        self._open()
+
+    def write(self, line: str) -> bool:
+        """Add a line, after those that wait; whether somebody had removed the file."""
+        self._waiting += line.encode() + b"\n"
+        was_removed = not self._path.exists()
+        if was_removed:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._open()
+        while self._waiting:
+            del self._waiting[: self._file.write(self._waiting)]
+        return was_removed
+
+    def close(self) -> None:
+        """What a full disk has not taken by now is lost."""
+        self._file.close()
+
+    def _open(self) -> None:
+        """Without a last line that a crash cut short: every line is whole."""
+        if self._path.exists() and self._path.stat().st_size:
+            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+        self._file = self._path.open("ab", buffering=0)  # a buffer loses what it has no room for
 
 
 def _band_values(band: Band | None) -> dict[str, float]:
