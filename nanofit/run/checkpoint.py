@@ -137,12 +137,14 @@ def best_checkpoint(folder: Path) -> Path:
 def is_damaged(path: Path) -> bool:
     """Whether what is read differs from what was written; torch.load checks no CRC."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is not None
-    except zipfile.BadZipFile:
-        return True
+        file = path.open("rb")
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror})") from error
+    with file:
+        try:
+            return zipfile.ZipFile(file).testzip() is not None
+        except Exception:  # zipfile raises a dozen kinds for headers that make no sense
+            return True
 
 
 def pack(
@@ -291,7 +293,11 @@ def _read_whole(path: Path, say: Callable[[str], None]) -> dict[str, Any] | None
     if is_damaged(path):
         say(f"{path} is damaged; trying the one before it")
         return None
-    content = read_checkpoint(path, mmap=False)
+    try:
+        content = read_checkpoint(path, mmap=False)
+    except InputError as error:  # what only torch looks at, as the names of the parts
+        say(f"{error}; trying the one before")
+        return None
     if not {"config", "optimizer", "iter_num"} <= content.keys():
         raise InputError(f"{path} is no checkpoint of ours; start from it with --init_from={path}")
     return content
