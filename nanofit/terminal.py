@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 from rich.console import Console
@@ -107,7 +108,7 @@ def _open_closed_streams() -> None:
     os.close(descriptor)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,7 @@ class Log:
         self._started = time.monotonic() - seconds_before
         self._mark = (first_step, time.monotonic())
         self._path = folder / "metrics.jsonl"
-        self._file = _open_records(self._path) if is_main else None
-        self._unwritten, self._is_refused = b"", False  # records that wait for a disk to take them
+        self._records = _Records(self._path) if is_main else None
         self.divergence: str | None = None  # in words, once it is certain
         self.is_suspect = False
         self._watch, self._unseen = watch or LossWatch(), None
@@ -87,11 +85,8 @@ class Log:
         for sink in self._sinks:
             sink.close()
             self._pass_on(sink)
-        if self._file:
-            if self._unwritten:
-                self._write_down()
-            with suppress(OSError):  # what a full disk has not taken by now is lost
-                self._file.close()
+        if self._records:
+            self._records.close()
 
     @property
     def seconds(self) -> float:
@@ -266,33 +261,11 @@ class Log:
         assert not record.keys() & values.keys(), "a detail must not replace what every record has"
         record |= {name: _json_value(value) for name, value in values.items()}
         # json writes floats as repr does: in full.
-        self._unwritten += (json.dumps(record) + "\n").encode()
-        self._write_down()
+        if told := self._records.write(json.dumps(record)):
+            self._progress.line(told, style=WARNING)
         for sink in self._sinks:
             sink.write(record)
             self._pass_on(sink)
-
-    def _write_down(self) -> None:
-        """Write what is not written yet; what a full disk does not take is kept for later."""
-        try:
-            self._keep_in_place()
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-            self._is_refused = False
-        except OSError as error:
-            if not self._is_refused:
-                told = f"metrics.jsonl could not be written ({error.strerror}); going on"
-                self._progress.line(told, style=WARNING)
-            self._is_refused = True
-
-    def _keep_in_place(self) -> None:
-        """Begin the file anew if somebody has removed it."""
-        if self._path.exists() and not self._file.closed:
-            return
-        self._file.close()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = _open_records(self._path)
-        self._progress.line(f"{self._path} was removed; begun anew", style=WARNING)
 
     def _pass_on(self, sink: Sink) -> None:
         """Say what a sink has to tell its owner."""
@@ -321,11 +294,50 @@ def _record(line: bytes) -> dict[str, Any]:
     return {}
 
 
-def _open_records(path: Path) -> FileIO:
-    """Open for appending, without a last record that a crash cut short: every line is whole."""
-    if path.exists() and path.stat().st_size:
-        os.truncate(path, _whole_lines_bytes(path))
-    return path.open("ab", buffering=0)
+class _Records:
+    """The lines of a file; what a full disk does not take waits, in order, until it does."""
+
+    def __init__(self, path: Path):
+        self._path, self._waiting, self._is_refused = path, bytearray(), False
+        self._open()
+
+    def write(self, line: str) -> str | None:
+        """Add a line after those that wait; what its owner should know of it."""
+        self._waiting += line.encode() + b"\n"
+        return self._write_down()
+
+    def close(self) -> None:
+        """What a full disk has not taken by now is lost."""
+        self._write_down()
+        with suppress(OSError):
+            self._file.close()
+
+    def _write_down(self) -> str | None:
+        try:
+            told = self._in_place()
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError as error:
+            was_told, self._is_refused = self._is_refused, True
+            told = f"{self._path.name} could not be written ({error.strerror}); going on"
+            return None if was_told else told
+        self._is_refused = False
+        return told
+
+    def _in_place(self) -> str | None:
+        """Begin the file anew if somebody has removed it."""
+        if self._path.exists() and not self._file.closed:
+            return None
+        self._file.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._open()
+        return f"{self._path} was removed; begun anew"
+
+    def _open(self) -> None:
+        """Without a last line that a crash cut short: every line is whole."""
+        if self._path.exists() and self._path.stat().st_size:
+            os.truncate(self._path, _whole_lines_bytes(self._path))
+        self._file = self._path.open("ab", buffering=0)  # a buffer loses what it has no room for
 
 
 def _whole_lines_bytes(path: Path) -> int:

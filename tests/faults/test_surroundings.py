@@ -5,6 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,8 @@ def read_until(terminal: int, condition) -> None:
     os.set_blocking(terminal, False)
 
     def look() -> bool:
-        try:
+        with suppress(BlockingIOError):
             os.read(terminal, 2**16)
-        except BlockingIOError:
-            pass
         return condition()
 
     wait_for(look)

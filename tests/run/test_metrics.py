@@ -173,6 +173,27 @@ def test_a_full_disk_is_told_and_the_run_goes_on(open_log, tmp_path, capsys):
     assert "step 0    loss 2.5000" in told
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows limits no file's size")
+def test_what_a_full_disk_did_not_take_is_written_in_order_when_it_does(
+    open_log, records, tmp_path
+):
+    """More than any buffer holds: a run may go on for hours."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_log(last_step=300) as log:
+        tell_step(log, 0)
+        size_bytes = (tmp_path / "metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes + 100, limits[1]))
+        try:
+            for step in range(1, 200):
+                tell_step(log, step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        tell_step(log, 200)
+    assert [record["step"] for record in records()] == list(range(201))
+
+
 # when numbers are read
 
 
