@@ -1,6 +1,5 @@
 """A disk that takes nothing, a folder that is removed: training goes on, and nothing is lost."""
 
-import json
 import os
 import re
 import resource
@@ -8,13 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanofit.run.metrics import Log
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics
 from tests.disturb import full_disk, small_disk
@@ -125,30 +123,6 @@ def test_a_folder_that_takes_nothing_for_a_while_costs_no_checkpoint_and_no_step
     assert tiny_run(*LONG, out_dir=whole).returncode == 0
     assert_equal(weights(out), weights(whole))
     assert list(read_metrics(out, "step", "loss")) == list(range(1000))
-
-
-def test_records_wait_in_memory_for_a_disk_to_have_room(disk, capsys):
-    log = Log(
-        disk,
-        is_main=True,
-        log_interval=1,
-        first_step=0,
-        last_step=1000,
-        tokens_per_step=1,
-        flops_per_token=1.0,
-        peak_flops=None,
-    )
-    losses = torch.linspace(4, 3, 1000)
-    steps = enumerate(losses)
-    with log:
-        for some, place in ((100, nullcontext()), (800, full_disk(disk)), (100, nullcontext())):
-            with place:
-                for _ in range(some):
-                    step, loss = next(steps)
-                    log.stepped(step, loss, torch.ones(()), 1e-3)
-    told = [json.loads(line) for line in (disk / "metrics.jsonl").read_text().splitlines()]
-    assert [(one["step"], one["loss"]) for one in told] == list(enumerate(losses.tolist()))
-    assert capsys.readouterr().out.count("could not be written (No space left on device)") == 1
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on(open_log, tmp_path, capsys):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows limits no file's size")
 def test_what_a_full_disk_did_not_take_is_written_in_order_when_it_does(
-    open_log, records, tmp_path
+    open_log, records, tmp_path, capsys
 ):
     """More than any buffer holds: a run may go on for hours."""
     import resource
@@ -192,6 +192,7 @@ def test_what_a_full_disk_did_not_take_is_written_in_order_when_it_does(
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         tell_step(log, 200)
     assert [record["step"] for record in records()] == list(range(201))
+    assert capsys.readouterr().out.count("metrics.jsonl could not be written") == 1
 
 
 # when numbers are read
