@@ -25,9 +25,7 @@ def checkpoints(tmp_path):
     optimizer = build_optimizer(model, learn)
     checkpoints = Checkpoints(tmp_path / "out")
     for step in (3, 6):
-        content = pack(
-            model, optimizer, scaler, Progress(step), config=flatten(shape, learn, run)
-        )
+        content = pack(model, optimizer, scaler, Progress(step), config=flatten(shape, learn, run))
         checkpoints.save(content)
     return checkpoints
 
