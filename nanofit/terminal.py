@@ -96,7 +96,7 @@ def _open_closed_streams() -> None:
     os.close(descriptor)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -101,7 +101,7 @@ def test_where_all_are_damaged_nothing_is_touched(checkpoints, tiny_run, tmp_pat
     for path in checkpoints.newest_first():
         path.write_bytes(bytes(path.stat().st_size))
     before = files(checkpoints.folder)
-    with pytest.raises(InputError, match="no readable checkpoint in .*; start in another"):
+    with pytest.raises(InputError, match=r"no readable checkpoint in .*; start in another"):
         loaded(checkpoints)
     done = tiny_run(out_dir=checkpoints.folder)
     assert done.returncode == 2

@@ -96,7 +96,7 @@ def test_a_process_that_hangs_is_waited_for_so_long_and_no_longer(running, tmp_p
 
 
 def test_torchrun_brings_a_run_back_by_itself_to_the_same_curve(running, whole, tmp_path):
-    process, ranks = running(launcher=("--max-restarts=2",))
+    process, _ = running(launcher=("--max-restarts=2",))
     for rank, done in ((1, 100), (0, 200)):
         wait_for(lambda: f"step {done} " in text(tmp_path), interval_s=0.005)  # noqa: B023
         os.kill(ranks_of(process.pid)[rank], signal.SIGKILL)
