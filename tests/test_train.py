@@ -414,6 +414,13 @@ def test_full_disk_in_mid_run_is_told_and_the_run_goes_on(tiny_dataset, tmp_path
     assert not list(out.glob("*.pt*"))
 
 
+def test_run_that_cannot_save_where_it_begins_says_so_in_the_end(tiny_dataset, tmp_path):
+    process = start(tiny_dataset, tmp_path / "out", "--max_iters=0", limit_file_bytes=20_000)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert stderr.startswith("error: step 0 could not be saved")
+
+
 def test_parquet_without_bins_is_prepared_first(tiny_run, tmp_path):
     folder = tmp_path / "data"
     make_shard = [sys.executable, PROJECT / "data" / "sample" / "make_shard.py", "--size=1MB"]

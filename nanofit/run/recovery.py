@@ -53,7 +53,7 @@ def tell_saves(launch: Launch, log: Log) -> None:
     """Say what has come of checkpoints; a failure in mid-run is told, not fatal."""
     for saved in launch.saver.outcomes():
         if saved.error:
-            log.event(saved.step, "save failed", reason=str(saved.error))
+            log.event(saved.step, "save failed", reason=first_line(saved.error))
         else:
             details = {"mib": round(saved.size_bytes / MIB, 1), "took": round(saved.seconds, 2)}
             log.note(saved.step, "saved", path=str(saved.path), **details)

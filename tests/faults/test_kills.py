@@ -1,8 +1,11 @@
 """SIGKILL at thirty moments: what comes of the run is what comes of it undisturbed, bit for bit."""
 
+import os
 import random
+import signal
 import sys
 import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -10,8 +13,9 @@ import pytest
 import torch
 
 from tests import processes
-from tests.conftest import PROJECT, TINY_MODEL, read_events, recorded, run_tiny
+from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics, recorded, run_tiny
 from tests.disturb import MOMENTS, kill
+from tests.processes import children_of, wait_for
 
 pytestmark = pytest.mark.slow
 LENGTH = ["--max_iters=240", "--eval_interval=20", "--save_interval=10", "--dropout=0.1"]
@@ -19,7 +23,11 @@ COMPILED = ["--compile=True", "--compile_after=30"]
 WITHIN_S = 1.5  # of the first sign of life: the length of the undisturbed run, about
 
 
-@pytest.mark.parametrize(("flags", "kills"), [([], 20), (COMPILED, 10)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("flags", "kills"),
+    [([], 20), (COMPILED, 10), ([*COMPILED, "--deterministic=True"], 5)],
+    ids=["eager", "compiled", "deterministic"],
+)
 def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
     tiny_dataset, tmp_path, flags, kills
 ):
@@ -44,6 +52,41 @@ def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
     assert [event["now"] for event in read_events(out, "stage")][-1] == (
         "compiled" if flags else "eager"
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="on a CPU the limit is Linux's")
+def test_a_run_killed_while_it_looks_for_what_fits_leaves_nothing_behind(
+    tiny_dataset, tiny_run, tmp_path
+):
+    whole, out, flags = tmp_path / "whole", tmp_path / "out", ["--memory_limit=3GB"]
+    assert tiny_run(*flags, out_dir=whole).returncode == 0
+    assert tiny_run(*flags, "--max_iters=5", "--lr_decay_iters=12", out_dir=out).returncode == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    words = [*TINY_MODEL, f"--dataset={tiny_dataset}", f"--out_dir={out}", *flags]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}  # where nothing is known yet
+    command = [sys.executable, PROJECT / "train.py", *words]
+    for _ in range(2):
+        run = processes.start(command, cwd=tmp_path, env=environment)
+        wait_for(lambda: trials_of(run.pid), interval_s=0.005)  # noqa: B023
+        [trial] = trials_of(run.pid)
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        wait_for(lambda: not Path(f"/proc/{trial}").exists())  # noqa: B023
+        kept = {name: (out / name).read_bytes() for name in before}
+        assert kept == before
+    assert tiny_run(*flags, out_dir=out).returncode == 0
+    assert read_metrics(out, "step", "loss") == read_metrics(whole, "step", "loss")
+
+
+def trials_of(pid: int) -> list[int]:
+    """Its children that try what fits."""
+    with suppress(OSError):
+        return [
+            child
+            for child in children_of(pid)
+            if b"nanofit.fit.trial" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+    return []
 
 
 def launch(dataset: Path, out: Path, *flags: str):

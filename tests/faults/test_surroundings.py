@@ -5,6 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def on_a_terminal(command: list, *, hangup: signal.Handlers) -> tuple:
     return process, ours
 
 
-def read_until(terminal: int, condition) -> None:
+def read_until(terminal: int, condition: Callable[[], bool]) -> None:
     """A terminal that nobody reads from would hold up who writes to it."""
     os.set_blocking(terminal, False)
 

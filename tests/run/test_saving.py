@@ -174,3 +174,44 @@ def test_what_is_no_number_takes_the_place_of_nothing(checkpoints, value, where)
     assert "no numbers" in str(failure.error)
     assert read(checkpoints.folder / "ckpt-best.pt")["iter_num"] == 6
     assert not (checkpoints.folder / "ckpt-00000012.pt").exists()
+
+
+def test_what_is_unsound_is_not_tried_again_and_stays_missing(checkpoints, monkeypatch):
+    monkeypatch.setattr(saving, "RETRY_S", 0.0)
+    tried = []
+    saver = Saver(lambda *given: tried.append(given) or checkpoints.save(*given))
+    unsound = content(12)
+    unsound["model"]["wte"][0, 0] = float("nan")
+    saver.save(unsound)
+    saver.wait()
+    assert len(saver.outcomes()) == 1
+    saver.outcomes()
+    saver.wait()
+    assert saver.outcomes() == [] == tried and saver.failed_step == 12
+    saver.save(content(13))
+    saver.wait()
+    assert saver.failed_step is None
+
+
+def test_a_run_that_goes_back_gives_up_what_could_not_be_written(checkpoints, broken, monkeypatch):
+    """Written later it would be newer than what the run has gone back to."""
+    monkeypatch.setattr(saving, "RETRY_S", 0.0)
+    saver = Saver(checkpoints.save)
+    saver.save(content(12), "ckpt-best.pt")
+    saver.forget()
+    broken()
+    with saver:
+        saver.outcomes()
+    assert saver.failed_step is None
+    assert not list(checkpoints.folder.iterdir())
+
+
+def test_whatever_goes_wrong_in_a_save_is_told(checkpoints):
+    def without_memory(*_):
+        raise MemoryError
+
+    saver = Saver(without_memory)
+    saver.save(content(6))
+    saver.wait()
+    [failure] = saver.outcomes()
+    assert isinstance(failure.error, MemoryError) and saver.failed_step == 6
