@@ -53,6 +53,8 @@ CONFIGS = {
     "doubled text at once": "_a = '" + "x" * 9000 + "'\nout_dir = f'" + "{_a}" * 900 + "'",
     "wide format": "out_dir = f'{1:{10**9}}'",
     "wide format of a float": "out_dir = f'{1.0:.{99}f}' + f'{1.0:999999999}'",
+    "more problems than lines on a screen": "x\n" * 10_000,
+    "size without end": f"memory_limit = '{'9' * 400}'",
     "zero byte": "max_iters = 1\0",
     "no text": "\udcff\udcfe",
     "absurd shape": "n_layer = 10**9\nn_embd = 10**9\nblock_size = 10**12",
