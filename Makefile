@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test test-all test-card run-test-card fuzz soak lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-startup bench-autofit bench-prepare bench-prepare-large clean
+.PHONY: help demo test test-all test-card run-test-card fuzz soak audit lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-startup bench-autofit bench-prepare bench-prepare-large clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -76,6 +76,12 @@ lint: .venv/installed-dev  ## check format, style, and which room imports which
 	$(BIN)/ruff check .
 	@$(BIN)/lint-imports --no-cache > .venv/imports.txt || { cat .venv/imports.txt; exit 1; }
 
+# --strict: a package that its service does not know is told as such, and is not called sound.
+audit: .venv-audit/installed .venv/installed-dev  ## look for unsafe code, and for packages with known holes
+	.venv-audit/bin/bandit --quiet --configfile pyproject.toml --recursive nanofit *.py
+	.venv-audit/bin/pip-audit --strict \
+		--path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
 bench-train-step: .venv/installed  ## one training step, ours against nanoGPT's way
 	$(BIN)/python bench/train_step.py config/train_small_30m.py \
 		--batch_size=12 --block_size=1024 --dtype=float32
@@ -131,6 +137,13 @@ clean:  ## remove what make demo made, but not the installed packages
 	env -u PIP_FIND_LINKS .venv-cuda/bin/python -m pip install --isolated --quiet \
 		--disable-pip-version-check -r requirements-card.txt
 	.venv-cuda/bin/python -c 'import torch; assert torch.version.cuda, "this torch has no CUDA"'
+	touch $@
+
+# Of its own: what looks at packages should not be among them.
+.venv-audit/installed: requirements-audit.txt
+	test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r requirements-audit.txt
 	touch $@
 
 .venv/installed-extras: .venv/installed requirements-extras.txt

@@ -131,11 +131,10 @@ def _figures_of_run(saved: dict[str, Any], launch: Record) -> dict[str, str]:
     if dataset := settings.get("dataset"):
         held = f", {unique:,} tokens to train on" if unique else ""
         figures["data"] = f"{Path(dataset).name}{held}"
+    steps = saved.get("iter_num", 0)
     if seen:
         epochs = f", {seen / unique:.3g} epochs" if unique else ""
-        figures["seen in training"] = (
-            f"{seen:,} tokens in {saved.get('iter_num', 0):,} steps{epochs}"
-        )
+        figures["seen in training"] = f"{seen:,} tokens in {steps:,} steps{epochs}"
     if settings.get("init_from") not in (None, "auto", "resume", "scratch"):
         figures["begun from"] = Path(settings["init_from"]).name
     if saved.get("seconds"):

@@ -29,6 +29,7 @@ FORMAT = 1
 # A run may be extended, and its sequences per step be cut into other micro-batches.
 _MAY_CHANGE = {"max_iters", "lr_decay_iters", "batch_size", "gradient_accumulation_steps"}
 _KINDS = {  # of what a run goes on from; what may be missing is younger than the first checkpoints
+    "format": int | None,
     "best_val_loss": float,
     "seconds": float,
     "rollbacks": tuple | list | None,
@@ -291,7 +292,7 @@ def with_length(content: dict[str, Any] | None, learn: TrainConfig) -> TrainConf
 
 def _check_same_run(content: dict[str, Any], shape: GPTConfig, learn: TrainConfig) -> None:
     """Refuse to continue a run with another shape or recipe than it was begun with."""
-    if content.get("format", FORMAT) > FORMAT:
+    if (content.get("format") or FORMAT) > FORMAT:
         raise InputError(
             f"{content['config']['out_dir']} was saved by a newer version; update first"
         )

@@ -23,6 +23,7 @@ from nanofit.terminal import InputError, parse_size, redacted
 
 _TOO_MANY_LOGITS = 2**31  # for the kernels of a full loss, which count them in 32 bits
 _MOST_SEQUENCES, _MOST_HOURS = 10**6, 10**6  # of a step, of a run: more is a slip
+_MOST_PROBLEMS = 50  # told at once
 ENDLESS = 10**9  # max_iters of a run in `hours` before its speed is known
 
 
@@ -274,6 +275,8 @@ def load_config(argv: Sequence[str]) -> Settings:
     problems += _problems_between(*settings)
     if problems:
         many = f"{len(problems)} problems in the settings:\n  " if len(problems) > 1 else ""
+        if len(problems) > _MOST_PROBLEMS:
+            problems[_MOST_PROBLEMS:] = ["..."]
         raise InputError(many + "\n  ".join(problems))
     return settings
 

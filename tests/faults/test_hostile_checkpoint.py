@@ -138,6 +138,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "best loss is a text": {"best_val_loss": "x"},
     "rollbacks of a text": {"rollbacks": ("x",)},
     "rollbacks of one": {"rollbacks": (1,)},
+    "format is a text": {"format": "1"},
     "stage is a list": {"stage": ["x"]},
     "compile_at is a text": {"compile_at": "x"},
     "data is a list": {"data": [5]},
