@@ -109,8 +109,6 @@ class Saver:
             outcome = self._written(one.content, name)
             if outcome.error is None:
                 del self._open[name]
-            elif isinstance(outcome.error, _Unsound):
-                one.content = None  # and will not be sound later
             if outcome.error is None or name not in self._failed:
                 self._outcomes.append(outcome)
             if outcome.error is not None:
@@ -127,15 +125,11 @@ class Saver:
             return outcome(None, 0, time.monotonic() - started, error)
 
 
-class _Unsound(RuntimeError):
-    """A state that is not worth keeping."""
-
-
 def _check_sound(content: Content) -> None:
     """Nothing that is no number takes the place of what was good."""
     for tensor in _tensors(content["model"]) + _tensors(content["optimizer"]):
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise _Unsound("weights or moments are no numbers any more")
+            raise RuntimeError("weights or moments are no numbers any more")
 
 
 def _has_room_for(tensors: list[Tensor]) -> bool:

@@ -147,3 +147,49 @@ def test_updates_are_skipped_by_all_alike(tmp_path):
     assert skipped[0] == skipped[1] != []
     losses = [list(read_metrics(out, "step", "loss").values()) for out in (one, two)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+FULL_AT_THE_SUM = """
+import os, resource, torch, train
+from nanofit.machine.dist import Ranks
+from nanofit.terminal import run_script
+calls = []
+def without_room(ranks, tensors):
+    tensors = list(tensors)
+    calls.append(len(tensors))
+    if os.environ["RANK"] != "1" or len(tensors) < 2 or len([n for n in calls if n > 1]) != 30:
+        return sum_(ranks, tensors)
+    with open("limited", "w"):
+        pass
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1, limits[1]))
+    hoard, size_bytes = [], 2**26  # what malloc has at hand is used up as well
+    while size_bytes >= 2**5:
+        try:
+            hoard.append(torch.empty(size_bytes, dtype=torch.uint8))
+        except RuntimeError:
+            size_bytes //= 2
+    try:
+        return sum_(ranks, tensors)
+    finally:
+        hoard.clear()
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+sum_, Ranks.sum_ = Ranks.sum_, without_room
+run_script(train.main)
+"""
+
+
+def test_a_sum_of_gradients_without_room_ends_all_and_the_curve_stays(
+    whole, tiny_dataset, tmp_path
+):
+    """It cannot be tried again: the others are waiting in the middle of it."""
+    out, script = tmp_path / "out", tmp_path / "script.py"
+    script.write_text(FULL_AT_THE_SUM)
+    words = [*TINY_MODEL, f"--dataset={tiny_dataset}", f"--out_dir={out}", *LENGTH]
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", script, *words]
+    done = processes.run(run, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PROJECT)})
+    assert (tmp_path / "limited").exists()
+    assert done.returncode != 0
+    assert done.stderr.count("has died or hangs (") == 1, done.stderr
+    run_alone(tiny_dataset, out, ranks=2)
+    assert curve(out) == pytest.approx(curve(whole), abs=2e-6)

@@ -176,23 +176,6 @@ def test_what_is_no_number_takes_the_place_of_nothing(checkpoints, value, where)
     assert not (checkpoints.folder / "ckpt-00000012.pt").exists()
 
 
-def test_what_is_unsound_is_not_tried_again_and_stays_missing(checkpoints, monkeypatch):
-    monkeypatch.setattr(saving, "RETRY_S", 0.0)
-    tried = []
-    saver = Saver(lambda *given: tried.append(given) or checkpoints.save(*given))
-    unsound = content(12)
-    unsound["model"]["wte"][0, 0] = float("nan")
-    saver.save(unsound)
-    saver.wait()
-    assert len(saver.outcomes()) == 1
-    saver.outcomes()
-    saver.wait()
-    assert saver.outcomes() == [] == tried and saver.failed_step == 12
-    saver.save(content(13))
-    saver.wait()
-    assert saver.failed_step is None
-
-
 def test_a_run_that_goes_back_gives_up_what_could_not_be_written(checkpoints, broken, monkeypatch):
     """Written later it would be newer than what the run has gone back to."""
     monkeypatch.setattr(saving, "RETRY_S", 0.0)
