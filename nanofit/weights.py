@@ -47,6 +47,10 @@ class UnreadableCheckpoint(InputError):
     """A file that holds no checkpoint, or no longer does."""
 
 
+class _Untrusted(ValueError):
+    """What no damage makes of a checkpoint, and nobody saves."""
+
+
 def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The shape (GPTConfig's arguments) and the weights (our parameter names) stored at `path`."""
     if (path / "config.json").exists():
@@ -70,8 +74,8 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         _check_values(checkpoint, path.stat().st_size)
     except Exception as error:  # torch raises many kinds for a damaged file
-        told = f"{path} is not a readable checkpoint ({first_line(error)})"
-        raise UnreadableCheckpoint(told) from error
+        kind = InputError if isinstance(error, _Untrusted) else UnreadableCheckpoint
+        raise kind(f"{path} is not a readable checkpoint ({first_line(error)})") from error
     missing = {"model", "model_args"} - set(checkpoint if isinstance(checkpoint, dict) else ())
     if missing:
         raise InputError(
@@ -91,10 +95,10 @@ def _check_archive(path: Path) -> None:
         entries = archive.infolist()
         is_packed = any(entry.file_size != entry.compress_size for entry in entries)
         if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise ValueError("it would unpack to more than it is, as no checkpoint does")
+            raise _Untrusted("it would unpack to more than it is, as no checkpoint does")
         described = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
         if any(entry.file_size > _MOST_PICKLED for entry in described):
-            raise ValueError("more of it than of any checkpoint is not tensors")
+            raise _Untrusted("more of it than of any checkpoint is not tensors")
         for entry in described:
             _check_names(archive.read(entry))
 
@@ -102,7 +106,7 @@ def _check_archive(path: Path) -> None:
 def _check_names(pickled: bytes) -> None:
     for operation, name, _ in pickletools.genops(pickled):
         if "GLOBAL" in operation.name and not _is_of_a_tensor(name):
-            raise ValueError(
+            raise _Untrusted(
                 f"it names {str(name).replace(' ', '.')}, which could run code or take any memory: "
                 "do not trust it"
             )
@@ -124,13 +128,13 @@ def _check_values(content: Any, file_bytes: int) -> None:
         elif isinstance(one, Tensor):
             tensor_bytes += one.numel() * one.element_size()
         elif isinstance(one, int) and abs(one) >= _TOO_LARGE:
-            raise ValueError("a number in it is too large")
+            raise _Untrusted("a number in it is too large")
         elif not isinstance(one, str | int | float | None):
-            raise ValueError(f"it holds a {type(one).__name__}, as no checkpoint does")
+            raise _Untrusted(f"it holds a {type(one).__name__}, as no checkpoint does")
         if values > _MOST_VALUES:
-            raise ValueError("it is nested without an end")
+            raise _Untrusted("it is nested without an end")
         if tensor_bytes > 2 * file_bytes:  # tied weights are there once and told twice
-            raise ValueError("its tensors are larger than the file")
+            raise _Untrusted("its tensors are larger than the file")
 
 
 def without_compile_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
