@@ -22,7 +22,7 @@ from nanofit.machine.memory import is_out_of_memory
 from nanofit.settings.config import ENDLESS, TrainConfig, flatten, sound
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, first_line
-from nanofit.weights import read_checkpoint, without_compile_prefix
+from nanofit.weights import is_stored, read_checkpoint, without_compile_prefix
 
 FORMAT = 1
 # A run may be extended, and its sequences per step be cut into other micro-batches.
@@ -150,12 +150,14 @@ def best_checkpoint(folder: Path) -> Path:
 def is_damaged(path: Path) -> bool:
     """Whether what is read differs from what was written; torch.load checks no CRC."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is not None
-    except zipfile.BadZipFile:
-        return True
+        file = path.open("rb")
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror})") from error
+    try:
+        with file, zipfile.ZipFile(file) as archive:
+            return not is_stored(archive) or archive.testzip() is not None
+    except Exception:  # a flipped bit makes it packed, encrypted, or begin before the file does
+        return True
 
 
 def pack(
