@@ -92,15 +92,21 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
 def _check_archive(path: Path) -> None:
     """Hold a file to what torch.save writes, before torch goes by the sizes and names in it."""
     with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        is_packed = any(entry.file_size != entry.compress_size for entry in entries)
-        if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
+        if not is_stored(archive):
             raise _Untrusted("it would unpack to more than it is, as no checkpoint does")
-        described = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        described = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
         if any(entry.file_size > _MOST_PICKLED for entry in described):
             raise _Untrusted("more of it than of any checkpoint is not tensors")
         for entry in described:
             _check_names(archive.read(entry))
+
+
+def is_stored(archive: zipfile.ZipFile) -> bool:
+    """Whether all in it is as large as it says, and lies in the file once."""
+    entries = archive.infolist()
+    are_plain = all(entry.file_size == entry.compress_size for entry in entries)
+    file_bytes = Path(archive.filename).stat().st_size
+    return are_plain and sum(entry.file_size for entry in entries) <= file_bytes
 
 
 def _check_names(pickled: bytes) -> None:

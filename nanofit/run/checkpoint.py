@@ -23,7 +23,12 @@ from nanofit.machine.memory import is_out_of_memory
 from nanofit.settings.config import ENDLESS, TrainConfig, flatten, sound
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, first_line
-from nanofit.weights import UnreadableCheckpoint, read_checkpoint, without_compile_prefix
+from nanofit.weights import (
+    UnreadableCheckpoint,
+    is_stored,
+    read_checkpoint,
+    without_compile_prefix,
+)
 
 FORMAT = 1
 # A run may be extended, and its sequences per step be cut into other micro-batches.
@@ -169,10 +174,10 @@ def is_damaged(path: Path) -> bool:
         raise InputError(f"cannot read {path} ({error.strerror})") from error
     try:
         with file, zipfile.ZipFile(file) as archive:
-            return archive.testzip() is not None
+            return not is_stored(archive) or archive.testzip() is not None
     except MemoryError:
         raise
-    except Exception:  # zipfile raises as many kinds as there are fields that can be wrong
+    except Exception:  # a flipped bit makes it packed, encrypted, or begin before the file does
         return True
 
 

@@ -196,6 +196,26 @@ def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path):
     assert path.stat().st_size < 2**21
     with bounded(2**28), pytest.raises(InputError, match="unpack to more than it is"):
         read_by_all(path)
+    with pytest.raises(InputError, match="no readable checkpoint"):
+        Checkpoints(tmp_path).load(SHAPE, LEARN, say=lambda text: None)
+
+
+def flags_of(archive: bytes, name: bytes) -> int:
+    """Where the directory at an archive's end has the flags of an entry: 46 bytes before a name."""
+    return archive.rindex(name) - 46 + 8
+
+
+@pytest.mark.parametrize("field", [0, 2])
+def test_a_bit_that_makes_an_archive_encrypted_or_packed_is_damage(field, tmp_path):
+    path = saved(tmp_path)
+    archive = bytearray(path.read_bytes())
+    archive[flags_of(bytes(archive), b"ckpt-00000005/data/0") + field] ^= 1
+    path.write_bytes(archive)
+    torch.save(content(iter_num=4), path.with_name("ckpt-00000004.pt"))
+    told: list[str] = []
+    found = Checkpoints(tmp_path).load(SHAPE, LEARN, say=told.append)
+    assert found["iter_num"] == 4
+    assert told == [f"{path} is damaged; trying the one before it"]
 
 
 @pytest.mark.parametrize("script", ["train", "resume", "sample", "evaluate", "export"])
