@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanofit.report.history import read_history
 from tests import processes
 
 # Some virtual machines announce AMX without granting it: bfloat16 products die of SIGILL there.
@@ -76,8 +77,11 @@ def _no_process_left():
 
 @pytest.fixture(scope="session")
 def tiny_dataset(tmp_path_factory) -> Path:
+    return write_tiny_dataset(tmp_path_factory.mktemp("tiny"))
+
+
+def write_tiny_dataset(folder: Path) -> Path:
     """Tokens that count upwards with a random stride: something a tiny model can learn."""
-    folder = tmp_path_factory.mktemp("tiny")
     random = np.random.default_rng(0)
     splits = {}
     for split, count in (("train", 4000), ("val", 600)):
@@ -124,3 +128,10 @@ def read_records(out_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 def read_events(out_dir: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in read_records(out_dir, "event") if event["name"] == name]
+
+
+def recorded(out_dir: Path) -> list[tuple]:
+    """Every loss and norm that counts, by step."""
+    run = read_history(out_dir)
+    steps = zip(*(run.steps[name] for name in ("step", "loss", "grad_norm", "lr")), strict=True)
+    return [*steps, *((one["step"], one["val_loss"]) for one in run.evaluations)]

@@ -30,6 +30,7 @@ from nanofit.terminal import InputError
 from nanofit.use.samples import take_samples
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics, read_records, run_tiny
+from tests.disturb import flip_a_bit
 from tests.processes import wait_for
 
 HALF_WAY = 7
@@ -887,12 +888,6 @@ def assert_refused(done: subprocess.CompletedProcess, message: str) -> None:
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def cut_in_half(path: Path) -> None:

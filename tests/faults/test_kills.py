@@ -5,7 +5,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -13,45 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanofit.report.history import read_history
 from tests import processes
-from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics, run_tiny
+from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics, recorded, run_tiny
+from tests.disturb import MOMENTS, kill
 from tests.processes import children_of, wait_for
 
 pytestmark = pytest.mark.slow
 LENGTH = ["--max_iters=240", "--eval_interval=20", "--save_interval=10", "--dropout=0.1"]
 COMPILED = ["--compile=True", "--compile_after=30"]
 WITHIN_S = 1.5  # of the first sign of life: the length of the undisturbed run, about
-
-
-def at_a_random_time(chance: random.Random, out: Path) -> Callable[[], bool]:
-    due = time.monotonic() + chance.uniform(0, WITHIN_S)
-    return lambda: time.monotonic() > due
-
-
-def in_mid_save(chance: random.Random, out: Path) -> Callable[[], bool]:
-    """While a temporary file is there, which it is until the rename."""
-    return lambda: any(out.glob("*.tmp"))
-
-
-def after_a_rename(chance: random.Random, out: Path) -> Callable[[], bool]:
-    """Before the folder is known to be on the disk, or older checkpoints are dropped."""
-    before = {path.name for path in out.glob("ckpt-*.pt")}
-    return lambda: any(path.name not in before for path in out.glob("ckpt-*.pt"))
-
-
-def in_an_evaluation(chance: random.Random, out: Path) -> Callable[[], bool]:
-    """A checkpoint of such a step is being written while it is evaluated."""
-    return lambda: any(out.glob("ckpt-*[02468]0.pt.tmp"))
-
-
-def in_setting_up(chance: random.Random, out: Path) -> Callable[[], bool]:
-    """Before the first step of a launch: reading the checkpoint, compiling."""
-    due = time.monotonic() + chance.uniform(0, 0.3)
-    return lambda: time.monotonic() > due
-
-
-MOMENTS = (at_a_random_time, in_mid_save, after_a_rename, in_an_evaluation, in_setting_up)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +38,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
     for number in count():
         moment = MOMENTS[number % len(MOMENTS)] if killed < kills else None
         launched = launch(tiny_dataset, out, *flags)
-        was_killed = moment is not None and kill(launched, moment(chance, out))
+        was_killed = moment is not None and kill(launched, moment(chance, out, WITHIN_S))
         killed += was_killed
         if not was_killed and launched.wait(120) == 0 and "ckpt-00000240.pt" in names(out):
             break
@@ -132,15 +101,6 @@ def launch(dataset: Path, out: Path, *flags: str):
     return process
 
 
-def kill(process, is_time: Callable[[], bool]) -> bool:
-    """Kill it when it is time; False if it was over before."""
-    while process.poll() is None:
-        if is_time():
-            os.kill(process.pid, signal.SIGKILL)
-            return process.wait() == -signal.SIGKILL
-    return False
-
-
 def read_runs(out: Path) -> list[str]:
     path = out / "metrics.jsonl"
     return (
@@ -150,10 +110,3 @@ def read_runs(out: Path) -> list[str]:
 
 def names(out: Path) -> list[str]:
     return [path.name for path in out.iterdir()]
-
-
-def recorded(out: Path) -> list[tuple]:
-    """Every loss and norm that counts, by step."""
-    run = read_history(out)
-    steps = zip(*(run.steps[name] for name in ("step", "loss", "grad_norm", "lr")), strict=True)
-    return [*steps, *((one["step"], one["val_loss"]) for one in run.evaluations)]
