@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test test-all test-card run-test-card lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-startup bench-autofit bench-prepare bench-prepare-large clean
+.PHONY: help demo test test-all test-card run-test-card soak lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-startup bench-autofit bench-prepare bench-prepare-large clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -61,6 +61,11 @@ run-test-card: .venv-cuda/installed
 	rm -rf .venv-cuda/coverage && mkdir .venv-cuda/coverage
 	$(BIN)/python -m pytest tests/card -p no:randomly -n auto --maxprocesses=2
 	@.venv-cuda/bin/python tests/card/covered.py .venv-cuda/coverage
+
+# An hour of kills, full disks and the like; the seed that is printed repeats a storm.
+MINUTES ?= 60
+soak: .venv/installed-dev  ## training and preparation in a storm of faults: MINUTES=60 SEED=...
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: .venv/installed-dev  ## check format, style, and which room imports which
 	$(BIN)/ruff format --check .
