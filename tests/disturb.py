@@ -71,12 +71,12 @@ def small_disk(place: Path, mib: int) -> Iterator[bool]:
     """A file system of a few megabytes at `place`; False where nobody may mount one."""
     place.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", place]
-    can_mount = os.name == "posix" and shutil.which("mount")
-    is_mounted = bool(can_mount) and not subprocess.run(command, capture_output=True).returncode
     try:
-        yield is_mounted
+        if os.name == "posix" and shutil.which("mount"):
+            subprocess.run(command, capture_output=True)
+        yield place.is_mount()
     finally:
-        if is_mounted:
+        if place.is_mount():
             subprocess.run(["umount", "--lazy", place], check=True)
 
 

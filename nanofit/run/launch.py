@@ -120,6 +120,7 @@ class Launch:
             event=event,
             reached=progress.stage,
             compile_at=progress.compile_at,
+            may_time=not run.deterministic,
         )
         stages.begin(progress.step, self.batches(progress))
         return stages

@@ -99,8 +99,13 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._write_open, name="saving")
-        self._thread.start()
+        thread = threading.Thread(target=self._write_open, name="saving")
+        try:
+            thread.start()
+        except RuntimeError:  # no room for its stack, which is when a save matters most
+            self._write_open()
+        else:
+            self._thread = thread
 
     def _write_open(self) -> None:
         for name, one in list(self._open.items()):

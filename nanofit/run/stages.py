@@ -74,6 +74,7 @@ class Stages:
         event: Callable[..., None],
         reached: str = "eager",
         compile_at: int | None = None,
+        may_time: bool = True,
     ):
         self.stage, self.size = "eager", plan.eager_size
         self.evaluation_size = plan.eager_size
@@ -85,6 +86,7 @@ class Stages:
         self._watch = self._new_watch()
         self._times: list[float] = []  # of steps of this stage that were timed exactly
         self._eager_seconds: float | None = None  # of a step
+        self._may_time = may_time  # else no clock decides: the same run does the same again
         self._is_on_probation = False  # compiled, and not yet known to be faster
         self._compile_after = plan.compile_after
         if compile_at is not None and plan.compile_after is not None:
@@ -286,7 +288,8 @@ class Stages:
             "peak_mib": round(row.peak_bytes / MIB),
         }
         self._event(step, "stage measured", **self._state(), **measures, **gain)
-        if self._ranks.any(is_compared and seconds > SLOWER * eager):
+        is_slower = is_compared and seconds > SLOWER * eager
+        if self._ranks.any(is_slower and self._may_time):
             # Other programs may have been busy just then: it is tried again.
             reason = f"a compiled step took {seconds:.3g} s, an eager one {eager:.3g} s"
             self._compile_again_later(step, reason)

@@ -126,7 +126,7 @@ class RunConfig:
         Literal["auto", "float32", "bfloat16", "float16"], "precision of the matrix products"
     ] = "auto"
     deterministic: Annotated[
-        bool, "on CUDA as well: the same run gives the same bits, more slowly"
+        bool, "the same run gives the same bits, on CUDA and on busy machines too"
     ] = False
     backend: Annotated[Literal["auto", "nccl", "gloo"], "how processes talk under torchrun"] = (
         "auto"

@@ -19,15 +19,11 @@ from tests.processes import children_of, wait_for
 
 pytestmark = pytest.mark.slow
 LENGTH = ["--max_iters=240", "--eval_interval=20", "--save_interval=10", "--dropout=0.1"]
-COMPILED = ["--compile=True", "--compile_after=30"]
+COMPILED = ["--compile=True", "--compile_after=30", "--deterministic=True"]  # on a busy machine too
 WITHIN_S = 1.5  # of the first sign of life: the length of the undisturbed run, about
 
 
-@pytest.mark.parametrize(
-    ("flags", "kills"),
-    [([], 20), (COMPILED, 10), ([*COMPILED, "--deterministic=True"], 5)],
-    ids=["eager", "compiled", "deterministic"],
-)
+@pytest.mark.parametrize(("flags", "kills"), [([], 20), (COMPILED, 10)], ids=["eager", "compiled"])
 def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
     tiny_dataset, tmp_path, flags, kills
 ):

@@ -1,5 +1,6 @@
 """Checkpoints written behind the run: what was there when they were asked for, or nothing."""
 
+import sys
 import threading
 from pathlib import Path
 
@@ -92,6 +93,21 @@ def test_nothing_waits_but_the_next_save(checkpoints, tmp_path):
         "ckpt-00000002.pt",
         "ckpt-00000001.pt",
     ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows only reserves a stack's room")
+def test_without_room_for_a_thread_a_save_is_written_all_the_same(checkpoints):
+    """Memory has run out: what was learned must be kept now, or never."""
+    before = threading.stack_size(2**46)
+    try:
+        with pytest.raises(RuntimeError, match="new thread"):
+            threading.Thread(target=print).start()
+        with Saver(checkpoints.save) as saver:
+            saver.save(content(6))
+    finally:
+        threading.stack_size(before)
+    [outcome] = saver.outcomes()
+    assert torch.equal(read(outcome.path)["model"]["wte"], content(6)["model"]["wte"])
 
 
 @pytest.fixture

@@ -460,8 +460,10 @@ def test_compiled_model_that_disagrees_is_not_kept(monkeypatch, wrong, change):
 class Clocked(Run):
     """A run whose steps take what is said of their stage, with noise in it."""
 
-    def __init__(self, monkeypatch, plan: StagePlan, seconds: dict[str, float], noise=0.0):
-        super().__init__(plan)
+    def __init__(
+        self, monkeypatch, plan: StagePlan, seconds: dict[str, float], *, noise=0.0, **options
+    ):
+        super().__init__(plan, **options)
         self.seconds, self.now, random = seconds, 0.0, np.random.default_rng(0)
 
         def tick(_exactly):
@@ -492,6 +494,15 @@ def test_slower_compiled_model_is_given_up_for_a_while(monkeypatch):
     for step in range(next_try - 12, next_try + 20):
         run.learn(step)
     assert run.stages.reached == {"stage": "compiled", "compile_at": next_try}
+
+
+def test_where_the_same_run_gives_the_same_bits_no_clock_decides(monkeypatch):
+    """A slower compiled model stays: it would be another one in a launch that was faster."""
+    plan, seconds = StagePlan(12, 12, compile_after=13), {"eager": 1.0, "compiled": 1.5}
+    run = Clocked(monkeypatch, plan, seconds, may_time=False)
+    for step in range(30):
+        run.learn(step)
+    assert run.stages.reached == {"stage": "compiled", "compile_at": None}
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.05])

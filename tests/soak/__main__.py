@@ -11,6 +11,7 @@ anything differs in the end, or if a process that trains in peace holds more and
 import argparse
 import random
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,11 +27,14 @@ from tests.soak.growth import watch_growth
 from tests.soak.storm import storm
 from tests.soak.tally import Tally
 
+NAMES = [kind.name for kind in (Eager, Rounding, Preparation, Muon, Compiled)]
 EVERY_S = 30.0  # between plain lines
 
 
 def main(argv: Sequence[str]) -> int:
     options = read_options(argv)
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever ends it leaves no disk mounted
+        signal.signal(number, signal.default_int_handler)
     work = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"seed {options.seed}  minutes {options.minutes:g}  work {work}", flush=True)
     try:
@@ -53,7 +57,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--growth_steps", type=int, default=10_000, help="of the run that is watched (10,000)")
     add("--shard_mb", type=int, default=60, help="of text to prepare (60)")
     add("--faults", type=int, default=12, help="that a course suffers each time (12)")
-    add("--only", help="the one course to do, by its name")
+    add("--only", nargs="+", metavar="COURSE", choices=NAMES, help="not all")
     add("--without_mounts", action="store_true", help="as where one may not mount a small disk")
     return parser.parse_args(argv)
 
@@ -83,9 +87,14 @@ def undisturbed(
     work: Path, dataset: Path, options: argparse.Namespace, tally: Tally
 ) -> list[Course]:
     """All courses, each done once in peace."""
-    runs = [kind(work, dataset) for kind in (Eager, Rounding, Muon, Compiled)]
-    courses = [*runs[:2], Preparation(work, options.shard_mb), *runs[2:]]
-    courses = [course for course in courses if options.only in (None, course.name)]
+    courses = [
+        Eager(work, dataset),
+        Rounding(work, dataset),
+        Preparation(work, options.shard_mb),
+        Muon(work, dataset),
+        Compiled(work, dataset),
+    ]
+    courses = [course for course in courses if course.name in (options.only or NAMES)]
     for course in courses:
         course.prepare()
         tally.line(f"{course.name}: undisturbed in {duration(course.whole_s)}")

@@ -6,11 +6,10 @@ the same bit for bit where the arithmetic is; where micro-batch or processes cha
 
 import json
 import random
-import re
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +21,23 @@ from tests.conftest import TINY_MODEL, recorded
 from tests.disturb import MOMENTS, Moment
 from tests.processes import PROJECT
 
+# The exit codes that a kind of fault may lead to, besides 0.
+ENDINGS = {"SIGKILL": {-9}, "full disk": {2}, "full disk, SIGKILL": {-9}}
+ENDINGS_OF_RANKS = {  # torchrun ends with 1 for what was killed, whatever its processes said
+    "SIGKILL": {-9, 1},
+    "SIGKILL of one process": {1},
+    "SIGTERM": {1, -15},
+    "memory taken": {2, 1},
+    "full disk": {2, 1},
+    "full disk, SIGKILL": {-9},
+}
+ENDINGS_OF_PREPARATION = {
+    "SIGKILL": {-9},
+    "SIGTERM": {-15},
+    "SIGINT": {130, -2},  # the second once all is done, and Python takes itself apart
+    "full disk": {2},
+    "full disk, SIGKILL": {-9, 2},
+}
 QUIET_S = 1200  # the longest that a launch may take without a sign of life
 
 
@@ -55,7 +71,7 @@ class Course:
     disk_mib: int
     moments: tuple[Moment, ...]
     faults: tuple[str, ...]  # kinds, as in storm.py; each as often as it is named
-    endings: dict[str, set[int]]  # the exit codes that a kind may lead to, besides 0
+    endings: Mapping[str, set[int]]
 
     def __init__(self, work: Path):
         self.work, self.whole = work / self.name, work / self.name / "whole"
@@ -119,7 +135,7 @@ class Training(Course):
         *2 * ("SIGKILL",),
         "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGSTOP and SIGCONT", "full disk",
     )  # fmt: skip
-    endings = {"SIGKILL": {-9}, "full disk": {2}, "full disk, SIGKILL": {-9}}  # noqa: RUF012
+    endings = ENDINGS
 
     def __init__(self, work: Path, dataset: Path):
         super().__init__(work)
@@ -178,7 +194,8 @@ class Muon(Training):
 
 class Compiled(Training):
     name = "compiled"
-    flags = ("--dropout=0.1", "--compile=True", "--compile_after=30")
+    # Else a busy machine may leave the compiled stage again, which is no fault, but other kernels.
+    flags = ("--dropout=0.1", "--compile=True", "--compile_after=30", "--deterministic=True")
     steps = 240
 
     def prepare(self) -> None:
@@ -204,14 +221,7 @@ class Rounding(Training):
         *3 * ("memory taken",),
         "SIGKILL", "SIGKILL of one process", "SIGTERM", "SIGSTOP and SIGCONT", "full disk",
     )  # fmt: skip
-    endings = {  # noqa: RUF012  # torchrun ends with 1 what was killed, whatever its processes said
-        "SIGKILL": {-9, 1},
-        "SIGKILL of one process": {-9, 1},
-        "SIGTERM": {1, -15},
-        "memory taken": {2, 1},
-        "full disk": {2, 1},
-        "full disk, SIGKILL": {-9, 1},
-    }
+    endings = ENDINGS_OF_RANKS
     most_difference = 1e-5  # of a loss or a weight
 
     def command(self, out: Path, chance: random.Random | None) -> tuple[int, list[str | Path]]:
@@ -242,19 +252,12 @@ class Preparation(Course):
     name = "preparation"
     moments = MOMENTS[:2]
     faults = (*3 * ("SIGKILL",), "SIGTERM", "SIGINT", "SIGSTOP and SIGCONT", "full disk")
-    endings = {  # noqa: RUF012
-        "SIGKILL": {-9},
-        "SIGTERM": {-15},
-        "SIGINT": {130},
-        "full disk": {2},
-        "full disk, SIGKILL": {-9, 2},
-    }
+    endings = ENDINGS_OF_PREPARATION
 
     def __init__(self, work: Path, shard_mb: int):
         super().__init__(work)
         self.shard, self._shard_mb = self.work / "shard.parquet", shard_mb
         self.disk_mib = 8 + shard_mb
-        self._resumed = Counter()
 
     def prepare(self) -> None:
         script = PROJECT / "data/sample/make_shard.py"
@@ -292,8 +295,7 @@ class Preparation(Course):
 
 def has_gone_on(course: Course, launched: Launched) -> bool:
     """Whether a preparation went on from where another launch was."""
-    is_prepared = isinstance(course, Preparation)
-    return is_prepared and bool(re.search("continuing after", launched.said.read_text()))
+    return isinstance(course, Preparation) and "continuing after" in launched.said.read_text()
 
 
 def _read(path: Path) -> dict:
