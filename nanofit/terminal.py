@@ -273,7 +273,7 @@ def compact(number: float) -> str:
 
 def parse_size(text: str) -> int:
     """Bytes in a size as people write it: 512MB, 1.5 GiB, 10g, 1000."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", text.lower())
     if not match:
         raise ValueError(f"{text!r} is not a size such as 512MB or 1.5GiB")
     number, unit, binary = match.groups()
