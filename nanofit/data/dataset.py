@@ -2,11 +2,13 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanofit.data.bins import JOURNAL, SPLITS, BinWriter
+from nanofit.data.form import read_json
 from nanofit.data.parquet import Shard, sha256_of
 from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE
 from nanofit.files import atomic_write
@@ -17,6 +19,8 @@ TOLERATED_ROWS, TOLERATED_NET = 0.01, 0.005  # FineWeb counted tokens before it 
 COMMON_BLOCK_SIZE = 1024
 COUNTS = (
     "skipped",  # null or empty documents
+    "not_utf8",  # documents skipped for what no text can hold, such as half a surrogate pair
+    "spelling_end_of_text",  # documents that hold <|endoftext|>, which is text to us
     "checked",  # documents encoded by both encoders, and how many of them differed
     "mismatched",
     "token_count_rows",  # rows with FineWeb's own count, and how it agrees with ours
@@ -24,6 +28,20 @@ COUNTS = (
     "token_count_tokens",
     "token_count_tokens_here",
 )
+_FORM = {  # of meta.json, as far as it is used here
+    "splits": {
+        split: {
+            "documents": int,
+            "tokens": int,
+            "text_bytes": int,
+            "bins": [{"file": str, "tokens": int}],
+        }
+        for split in SPLITS
+    },
+    "sources": [{"file": str, "bytes": int, "sha256": (str, None)}],
+    "options": {"val_fraction": float, "val_hash_below": int},
+    "counts": {...: int},
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,7 @@ class Options:
 
 def identity(shards: list[Shard], options: Options) -> dict:
     """What must be the same for half-made output to be continued."""
-    sources = [[shard.name, shard.bytes, shard.modified_ns] for shard in shards]
+    sources = [[shard.name, shard.bytes, shard.version] for shard in shards]
     return {"options": asdict(options), "sources": sources}
 
 
@@ -52,7 +70,12 @@ def describe(shards: list[Shard], options: Options, writer: BinWriter) -> dict:
         "end_of_text": END_OF_TEXT,
         "splits": {split: writer.describe(split) for split in SPLITS},
         "sources": [
-            {"file": shard.name, "bytes": shard.bytes, "sha256": writer.digests[str(index)]}
+            {
+                "file": shard.name,
+                "bytes": shard.bytes,
+                "rows": shard.rows,
+                "sha256": writer.digests[str(index)],
+            }
             for index, shard in enumerate(shards)
         ],
         "options": asdict(options),
@@ -63,13 +86,17 @@ def describe(shards: list[Shard], options: Options, writer: BinWriter) -> dict:
 def read_meta(folder: Path) -> dict | None:
     """The folder's meta.json; None where there is no dataset, or one whose bins are not whole."""
     try:
-        meta = json.loads((folder / META).read_text())
-        bins = [bin for split in SPLITS for bin in meta["splits"][split]["bins"]]
-        is_whole = all((folder / bin["file"]).stat().st_size == 2 * bin["tokens"] for bin in bins)
-        is_whole &= {"sources", "options", "counts"} <= meta.keys()
-    except (OSError, ValueError, KeyError, TypeError):
+        meta = read_json(folder / META, _FORM)
+        is_whole = all(_is_whole(folder, meta["splits"][split]) for split in SPLITS)
+    except (OSError, ValueError):
         return None
     return meta if is_whole else None
+
+
+def _is_whole(folder: Path, split: dict) -> bool:
+    sizes = [bin["tokens"] for bin in split["bins"]]
+    found = [(folder / bin["file"]).stat().st_size for bin in split["bins"]]
+    return sum(sizes) == split["tokens"] and [2 * tokens for tokens in sizes] == found
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -98,7 +125,7 @@ def _difference(folder: Path, meta: dict, shards: list[Shard], options: Options)
     """What a finished dataset was made from, where that differs from what is asked; else None."""
     recorded = [(source["file"], source["bytes"]) for source in meta["sources"]]
     if recorded != [(shard.name, shard.bytes) for shard in shards]:
-        return f"made from other inputs ({', '.join(name for name, _ in recorded[:3])} ...)"
+        return f"made from other inputs ({', '.join(repr(name) for name, _ in recorded[:3])} ...)"
     made_ns = (folder / META).stat().st_mtime_ns
     for shard, source in zip(shards, meta["sources"], strict=True):
         is_newer = shard.touched_ns and shard.touched_ns >= made_ns
@@ -106,7 +133,7 @@ def _difference(folder: Path, meta: dict, shards: list[Shard], options: Options)
             return f"made before {shard.name} changed"
     for name, value in asdict(options).items():
         if meta["options"].get(name) != value:
-            return f"made with {name} {meta['options'].get(name)}, not {value}"
+            return f"made with {name} {meta['options'].get(name)!r}, not {value!r}"
     return None
 
 
@@ -124,7 +151,7 @@ def merge(folders: list[Path], out: Path, options: Options | None = None) -> dic
         **metas[0],
         "splits": splits,
         "sources": [source for meta in metas for source in meta["sources"]],
-        "counts": {name: sum(meta["counts"][name] for meta in metas) for name in COUNTS},
+        "counts": {name: sum(meta["counts"].get(name, 0) for meta in metas) for name in COUNTS},
     }
     if options:
         merged["options"] = asdict(options)
@@ -154,9 +181,14 @@ def _merge_split(split: str, folders: list[Path], metas: list[dict], out: Path) 
 
 def warnings_about(meta: dict) -> Iterator[str]:
     """What a person should know before training on it."""
-    counts = meta["counts"]
+    counts = Counter(meta["counts"])
     if counts["skipped"]:
         yield f"{counts['skipped']:,} null or empty documents were skipped"
+    if counts["not_utf8"]:
+        yield (
+            f"{counts['not_utf8']:,} documents are not UTF-8 and were skipped: badly written, or "
+            "damaged since; compare the SHA-256 in meta.json with the publisher's"
+        )
     if counts["mismatched"]:
         yield (
             f"fastokens differed from tiktoken on {counts['mismatched']} of {counts['checked']} "
