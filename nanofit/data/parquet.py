@@ -222,7 +222,9 @@ def _open_shard(location: str, text_column: str, expected_sha256: str | None) ->
     with _parquet_file(location) as file:
         metadata, schema = file.metadata, file.schema_arrow
         _check_text_column(location, schema, text_column)
+        # No more than this of a group: pyarrow ends the process where a column of it is damaged.
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        _check_rows(location, metadata.num_rows, [group.num_rows for group in groups])
         has_counts = COUNT_COLUMN in schema.names and pa.types.is_integer(
             schema.field(COUNT_COLUMN).type
         )
@@ -238,6 +240,14 @@ def _open_shard(location: str, text_column: str, expected_sha256: str | None) ->
             text_column=text_column,
             has_counts=has_counts,
             expected_sha256=expected_sha256 or KNOWN_SHA256.get((_name_of(location), bytes)),
+        )
+
+
+def _check_rows(location: str, rows: int, group_rows: list[int]) -> None:
+    if min(group_rows, default=0) < 0 or sum(group_rows) != rows:
+        raise InputError(
+            f"{location} is damaged: its footer tells of {rows} rows in all, "
+            f"but of {sum(group_rows)} in the row groups; fetch it again"
         )
 
 
