@@ -33,6 +33,7 @@ from nanofit.data.dataset import (
     is_done,
     merge,
     read_meta,
+    tidy_up,
     warnings_about,
     write_meta,
 )
@@ -139,6 +140,7 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
         or choose_val_hash_below(shards, arguments.val_fraction),
     )
     if is_done(folder, shards, options, overwrite=arguments.overwrite):
+        tidy_up(folder)
         print(f"{folder} is already made from these inputs; nothing to do")
     elif arguments.engine:
         spread(shards, folder, options, arguments)

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pyarrow.parquet as pq
 
 import prepare_fineweb
 from nanofit.data.tokenizer import gpt2
+from tests import processes
 
 
 def make_texts(count: int, seed: int = 0) -> list[str]:
@@ -73,3 +76,15 @@ def damage(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 0xFF
     path.write_bytes(content)
+
+
+def start(folder: Path, shard: Path, before: str = "pass", **settings) -> subprocess.Popen:
+    """The script in a process of its own that commits after every few rows."""
+    code = f"""
+import sys; sys.path.insert(0, {str(processes.PROJECT)!r})
+import prepare_fineweb; from nanofit.data import bins, dataset, parquet
+prepare_fineweb.COMMIT_EVERY_S = 0; parquet.CHUNK_ROWS = 20
+{before}
+prepare_fineweb.run_script(prepare_fineweb.main)"""
+    arguments = [str(shard), "--out", str(folder), "--encoder", "tiktoken", "--workers", "2"]
+    return processes.start([sys.executable, "-c", code, *arguments], **settings)

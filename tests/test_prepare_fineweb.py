@@ -7,7 +7,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -35,6 +34,7 @@ from tests.shards import (
     prepare,
     read_bins,
     read_meta,
+    start,
     write_shard,
 )
 
@@ -195,18 +195,6 @@ def test_limit_docs_is_the_first_rows_over_all_shards(tmp_path):
 
 
 # Resumable
-
-
-def start(folder: Path, shard: Path, before: str = "pass", **settings) -> subprocess.Popen:
-    """The script in a process of its own that commits after every few rows."""
-    code = f"""
-import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
-import prepare_fineweb; from nanofit.data import bins, dataset, parquet
-prepare_fineweb.COMMIT_EVERY_S = 0; parquet.CHUNK_ROWS = 20
-{before}
-prepare_fineweb.run_script(prepare_fineweb.main)"""
-    arguments = [str(shard), "--out", str(folder), "--encoder", "tiktoken", "--workers", "2"]
-    return processes.start([sys.executable, "-c", code, *arguments], **settings)
 
 
 KILL_AFTER = """

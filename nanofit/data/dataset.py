@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -119,6 +120,12 @@ def is_done(folder: Path, shards: list[Shard], options: Options, *, overwrite: b
             "use another --out, or --overwrite to replace what is there"
         )
     return bool(meta) and not changed
+
+
+def tidy_up(folder: Path) -> None:
+    """Remove the progress of a finished dataset, left by a kill just before its end."""
+    with suppress(OSError):
+        (folder / JOURNAL).unlink()
 
 
 def _difference(folder: Path, meta: dict, shards: list[Shard], options: Options) -> str | None:

@@ -16,6 +16,7 @@ from nanofit.data.tokenizer import END_OF_TEXT, Encoder
 from nanofit.terminal import InputError
 
 HASH_RANGE = 2**32
+MOST_TOKENS = 2**32  # of a document
 FEW_ROWS, FEW_VAL_DOCUMENTS = 8192, 16
 SEPARATOR = np.array([END_OF_TEXT], np.uint32)
 
@@ -157,10 +158,11 @@ def _join(documents: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _compare_counts(documents: list[np.ndarray], counts: pa.Array) -> Counter:
-    """How the file's own counts agree with ours; a null count is no claim."""
+    """How the file's own counts agree with ours; null, or what no document has, is no claim."""
     ours = np.array([len(document) for document in documents], np.int64)
-    theirs = np.nan_to_num(counts.to_numpy(zero_copy_only=False), nan=-1).astype(np.int64)
-    ours, theirs = ours[theirs >= 0], theirs[theirs >= 0]
+    theirs = counts.cast(pa.int64(), safe=False).fill_null(-1).to_numpy()
+    is_claim = (theirs >= 0) & (theirs < MOST_TOKENS)
+    ours, theirs = ours[is_claim], theirs[is_claim]
     return Counter(
         token_count_rows=len(ours),
         token_count_rows_differing=int((ours != theirs).sum()),

@@ -92,14 +92,14 @@ def open_shards(locations: list[str], text_column: str, sha256: Sequence[str] = 
         ]
         try:
             return [shard.result() for shard in opened]
-        except BaseException:
+        except KeyboardInterrupt:
             stop_waiting()
             raise
 
 
 def read_chunks(shard: Shard, index: int = 0, start_row: int = 0) -> Iterator[Chunk]:
     """The shard's documents from a row on, in order, a bounded number of bytes at once."""
-    with _parquet_file(shard.location) as file:
+    with _parquet_file(shard.location, shard.bytes) as file:
         for row, is_first_of_group, batch in _batches(file, shard, start_row):
             end_row = min(row + batch.num_rows, shard.rows)
             for start, end in _cut(batch.column(0), max(start_row - row, 0), end_row - row):
@@ -122,15 +122,15 @@ def mean_token_count(shard: Shard) -> float | None:
     """The shard's own mean number of tokens per row, from one column; None if that is not cheap."""
     if not shard.has_counts or not shard.rows or is_remote(shard.location):
         return None
-    with _parquet_file(shard.location) as file:
+    with _parquet_file(shard.location, shard.bytes) as file:
         counts = file.read(columns=[COUNT_COLUMN])[COUNT_COLUMN]
-    return float(np.nan_to_num(counts.to_numpy()).mean())
+    return float(np.nan_to_num(counts.to_numpy()).mean()) if len(counts) else None
 
 
 def sha256_of(shard: Shard) -> str:
     """The digest of the whole file."""
     digest = hashlib.sha256()
-    with _binary_file(shard.location) as file:
+    with _binary_file(shard.location, shard.bytes) as file:
         while block := file.read(READ_BUFFER_BYTES):
             digest.update(block)
     return digest.hexdigest()
@@ -219,16 +219,19 @@ def _path_of(location: str) -> str:
 
 
 def _open_shard(location: str, text_column: str, expected_sha256: str | None) -> Shard:
-    with _parquet_file(location) as file:
+    try:
+        bytes, version, touched_ns = _status(location)
+    except OSError as error:
+        raise InputError(f"cannot read {location}: {first_line(error)}") from error
+    with _parquet_file(location, bytes) as file:
         metadata, schema = file.metadata, file.schema_arrow
         _check_text_column(location, schema, text_column)
         # No more than this of a group: pyarrow ends the process where a column of it is damaged.
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         _check_rows(location, metadata.num_rows, [group.num_rows for group in groups])
-        has_counts = COUNT_COLUMN in schema.names and pa.types.is_integer(
+        has_counts = schema.names.count(COUNT_COLUMN) == 1 and pa.types.is_integer(
             schema.field(COUNT_COLUMN).type
         )
-        bytes, version, touched_ns = _status(location)
         return Shard(
             location=location,
             bytes=bytes,
@@ -257,6 +260,8 @@ def _check_text_column(location: str, schema: pa.Schema, text_column: str) -> No
         raise InputError(
             f"{location} has no column {text_column!r}; it has {found}: choose with --text_column"
         )
+    if schema.names.count(text_column) > 1:
+        raise InputError(f"{location} has more than one column {text_column!r}; it has {found}")
     kind = schema.field(text_column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -322,8 +327,8 @@ def _cut(texts: pa.Array, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _parquet_file(location: str) -> Iterator[pq.ParquetFile]:
-    with _binary_file(location) as file:
+def _parquet_file(location: str, bytes: int) -> Iterator[pq.ParquetFile]:
+    with _binary_file(location, bytes) as file:
         try:
             parquet = pq.ParquetFile(
                 file, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True
@@ -358,9 +363,9 @@ def _why_no_footer(location: str, file: BinaryIO, error: Exception) -> str:
 
 
 @contextmanager
-def _binary_file(location: str) -> Iterator[BinaryIO]:
+def _binary_file(location: str, bytes: int) -> Iterator[BinaryIO]:
     try:
-        with RemoteFile(location) if is_remote(location) else pa.OSFile(location) as file:
+        with RemoteFile(location, bytes) if is_remote(location) else pa.OSFile(location) as file:
             yield file
     except pa.ArrowException:
         raise

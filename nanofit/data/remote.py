@@ -7,8 +7,8 @@ import os
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +17,8 @@ from nanofit.terminal import InputError, duration, first_line
 TIMEOUT = "NANOFIT_TIMEOUT_S"  # in the environment, for the processes of an engine too
 TRIES = 8  # in a row; with pauses of up to the time-out, some minutes
 NOT_THERE = (404, 410)
+BLOCK_BYTES = 4 * 2**20  # at least, of what is asked for at once
+_copies: dict[str, tempfile.TemporaryDirectory] = {}
 _leaving = threading.Event()
 
 
@@ -27,10 +29,11 @@ class RemoteFile(io.RawIOBase):
     TRIES in a row have brought nothing: then InputError tells of the last failure.
     """
 
-    def __init__(self, location: str):
+    def __init__(self, location: str, bytes: int | None = None):
         self._location, self._position, self._file = location, 0, None
-        self.bytes: int | None = None
-        _patiently(location, self._connect)
+        self._blocks = deque(maxlen=2)  # (where it begins, its bytes): columns are read in turns
+        self.bytes = bytes  # as it is known already; otherwise as it is now
+        _patiently(location, lambda: self._connect(is_first=True))
 
     def readable(self) -> bool:
         return True
@@ -51,34 +54,45 @@ class RemoteFile(io.RawIOBase):
         wanted = left if size is None or size < 0 else min(size, left)
         parts = []
         while wanted:
-            part = _patiently(self._location, lambda: self._read_some(wanted))  # noqa: B023
-            parts.append(part)
-            self._position += len(part)
-            wanted -= len(part)
+            parts.append(self._known(wanted) or self._fetched(wanted))
+            self._position += len(parts[-1])
+            wanted -= len(parts[-1])
         return b"".join(parts)
 
     def close(self) -> None:
         self._disconnect()
         super().close()
 
-    def _read_some(self, wanted: int) -> bytes:
+    def _known(self, wanted: int) -> bytes:
+        """What a block has of the next bytes."""
+        for start, block in self._blocks:
+            offset = self._position - start
+            if 0 <= offset < len(block):
+                return block[offset : offset + wanted]
+        return b""
+
+    def _fetched(self, wanted: int) -> bytes:
+        size = min(max(wanted, BLOCK_BYTES), self.bytes - self._position)
+        block = _patiently(self._location, lambda: self._some_of(size))
+        self._blocks.append((self._position, block))
+        return block[:wanted]
+
+    def _some_of(self, size: int) -> bytes:
         """At least one byte; what fails is tried on a new connection next time."""
         try:
             if self._file is None:
                 self._connect()
             self._file.seek(self._position)
-            part = self._file.read(wanted)
-            if not part:
+            block = self._file.read(size)
+            if not block:
                 raise OSError(f"it ended after {self._position:,} of {self.bytes:,} bytes")
         except BaseException:
             self._disconnect()
             raise
-        if len(part) < wanted:
-            self._disconnect()
-        return part
+        return block
 
-    def _connect(self) -> None:
-        file = _open(self._location)
+    def _connect(self, *, is_first: bool = False) -> None:
+        file = _open(self._location, is_first=is_first)
         bytes = file.seek(0, os.SEEK_END)
         if bytes != (self.bytes or bytes):
             file.close()
@@ -163,24 +177,35 @@ def _reason(error: Exception) -> str:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """fsspec tells of any failure to ask for a file's size as of a file that is not there."""
-    return _first_cause(error.__cause__) if error.__cause__ else error
+    """fsspec tells of any failure to ask for a size as of a file that is not there."""
+    is_empty = isinstance(error, FileNotFoundError) or not str(error)
+    return _first_cause(error.__cause__) if is_empty and error.__cause__ else error
 
 
-def _open(location: str) -> BinaryIO:
+def _open(location: str, *, is_first: bool) -> BinaryIO:
+    """A file to seek in, or a copy of it; which of them is found out by the first one."""
+    if location in _copies:
+        return _copy_of(location)
     filesystem, path = _filesystem(location)
-    file = filesystem.open(path, "rb")
+    # Its own cache puts bytes into the wrong place when a server sends fewer than it was asked for.
+    file = filesystem.open(path, "rb", cache_type="none")
     try:
         file.seek(-1, os.SEEK_END)
-        file.read(1)
+        if is_first:
+            file.read(1)
     except ValueError:  # this server sends a file from its beginning or not at all
         file.close()
-        return Path(_fetched(location).name, "copy").open("rb")
+        return _copy_of(location)
     return file
 
 
-@cache
-def _fetched(location: str) -> tempfile.TemporaryDirectory:
+def _copy_of(location: str) -> BinaryIO:
+    if location not in _copies:
+        _copies[location] = _download(location)
+    return Path(_copies[location].name, "copy").open("rb")
+
+
+def _download(location: str) -> tempfile.TemporaryDirectory:
     """A temporary folder with a copy of the file, kept while we run."""
     folder = tempfile.TemporaryDirectory()
     filesystem, path = _filesystem(location)
