@@ -2,18 +2,22 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanofit.data.bins import SPLITS
+import prepare_fineweb
+from nanofit.data.bins import SPLITS, BinWriter
+from nanofit.data.dataset import Options, is_done, merge, read_meta
 from nanofit.data.form import has_form
+from nanofit.data.parquet import Shard, open_shards
 from nanofit.terminal import InputError
 from tests.fuzz import fuzzed
-from tests.processes import wait_for
-from tests.shards import make_texts, prepare, start, write_shard
+from tests.shards import make_texts, prepare, write_shard
 
 VALUES = st.recursive(
     st.none()
@@ -30,22 +34,22 @@ VALUES = st.recursive(
 )
 
 
+IDENTITY = {"options": {"val_fraction": 0.01, "limit_docs": None}, "sources": [["a", 7, 1]]}
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A shard, what is made of it, and what a killed preparation leaves of that."""
+    """A shard, what is made of it, and what a killed preparation leaves behind."""
     folder = tmp_path_factory.mktemp("made")
-    shard = write_shard(folder / "a.parquet", make_texts(1200), group=100)
+    shard = write_shard(folder / "a.parquet", make_texts(60))
     prepare(shard, "--out", folder / "whole", "--encoder", "tiktoken")
-    process = start(folder / "half", shard)
-    progress = folder / "half/progress.json"
-    wait_for(
-        lambda: progress.exists() and json.loads(progress.read_text())["position"][1] > 100,
-        interval_s=0.001,
-    )
-    process.kill()
-    process.communicate()
-    (folder / "half/lock").unlink(missing_ok=True)
-    assert progress.exists(), "it was over before it was killed"
+    (folder / "half").mkdir()
+    with BinWriter(folder / "half", IDENTITY) as writer:
+        for row in (10, 20, 30):
+            tokens = {split: np.arange(row, dtype=np.uint16) for split in SPLITS}
+            writer.append(tokens, Counter(train_tokens=row, val_tokens=row), (0, row))
+            if row == 20:
+                writer.commit()
     return folder
 
 
@@ -81,56 +85,73 @@ def places_of(value):
             yield from places_of(value[key])
 
 
-def bins_of(folder: Path) -> dict[str, bytes]:
-    return {split: (folder / f"{split}.bin").read_bytes() for split in SPLITS}
+@pytest.fixture(scope="module")
+def asked(made) -> tuple[list[Shard], Options]:
+    options = json.loads((made / "whole/meta.json").read_text())["options"]
+    return open_shards([str(made / "a.parquet")], "text"), Options(**options)
+
+
+def use(folder: Path, other: Path, asked: tuple) -> bool:
+    """Whatever prepare_fineweb.py does with a described dataset; False if it is refused."""
+    try:
+        is_done(folder, *asked, overwrite=False)
+        meta = merge([folder, other], other.parent)
+        prepare_fineweb.check_split(meta)
+        prepare_fineweb.summarize(read_meta(folder), (10, 10))
+    except InputError as error:
+        assert len(str(error).splitlines()) == 1
+        return False
+    return True
 
 
 @fuzzed
 @given(damages())
-def test_a_damaged_meta_costs_no_bin(made, capsys, damage):
+def test_a_damaged_meta_is_used_or_refused_in_one_line(made, asked, capsys, damage):
     out = made / "out"
     shutil.copytree(made / "whole", out, dirs_exist_ok=True)
+    assert use(out, made / "whole", asked)
     meta = out / "meta.json"
     meta.write_bytes(damaged(meta.read_bytes(), damage))
-    for words in (
-        [made / "a.parquet", "--out", out],
-        ["--merge", out, made / "whole", "--out", made / "merged", "--overwrite"],
-    ):
-        try:
-            assert prepare(*words, "--encoder", "tiktoken") == 0
-        except InputError as error:
-            assert len(str(error).splitlines()) == 1
-    assert bins_of(out) == bins_of(made / "whole")
+    use(out, made / "whole", asked)
     capsys.readouterr()
 
 
 @fuzzed
 @given(damages())
-def test_a_damaged_progress_ends_with_the_right_bins(made, capsys, damage):
+def test_a_damaged_progress_is_gone_on_from_as_it_was_or_not_at_all(made, damage):
     out = made / "resumed"
-    shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(made / "half", out)
+    shutil.copytree(made / "half", out, dirs_exist_ok=True)
     progress = out / "progress.json"
-    progress.write_bytes(damaged(progress.read_bytes(), damage))
-    assert prepare(made / "a.parquet", "--out", out, "--encoder", "tiktoken") == 0
-    assert bins_of(out) == bins_of(made / "whole")
-    assert (out / "meta.json").read_bytes() == (made / "whole/meta.json").read_bytes()
-    assert sorted(path.name for path in out.iterdir()) == ["meta.json", "train.bin", "val.bin"]
-    capsys.readouterr()
+    content = damaged(progress.read_bytes(), damage)
+    is_the_same = content == progress.read_bytes()
+    progress.write_bytes(content)
+    with BinWriter(out, IDENTITY) as writer:
+        found = {split: (out / f"{split}.bin.partial").read_bytes() for split in SPLITS}
+        if writer.restart_reason:
+            assert not is_the_same
+            assert (writer.position, writer.tally, writer.digests) == ((0, 0), Counter(), {})
+            assert not any(found.values()) and not progress.exists()
+        else:
+            committed = np.concatenate([np.arange(10), np.arange(20)]).astype("<u2").tobytes()
+            assert writer.position == (0, 20) and writer.tally["train_tokens"] == 30
+            assert all(bytes == committed for bytes in found.values())
 
 
 @pytest.mark.parametrize("content", [b"[" * 10**6, b'{"a":' * 10**5, b"\xff\xfe{}", b"9" * 10**5])
-@pytest.mark.parametrize("name", ["meta.json", "progress.json"])
-def test_a_description_that_would_exhaust_its_reader_is_damaged(made, tmp_path, content, name):
-    shutil.copytree(made / ("whole" if name == "meta.json" else "half"), tmp_path / "out")
-    (tmp_path / "out" / name).write_bytes(content)
-    words = [made / "a.parquet", "--out", tmp_path / "out", "--encoder", "tiktoken"]
-    if name == "meta.json":
-        with pytest.raises(InputError, match=r"not described by a whole meta\.json"):
-            prepare(*words)
-    else:
-        prepare(*words)
-        assert bins_of(tmp_path / "out") == bins_of(made / "whole")
+def test_a_description_that_would_exhaust_its_reader_is_damaged(made, tmp_path, asked, content):
+    for name in ("whole/meta.json", "half/progress.json"):
+        shutil.copytree(made / name.split("/")[0], tmp_path / name.split("/")[0])
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=r"not described by a whole meta\.json"):
+        is_done(tmp_path / "whole", *asked, overwrite=False)
+    with BinWriter(tmp_path / "half", IDENTITY) as writer:
+        assert writer.restart_reason == "progress.json is damaged"
+
+
+def test_a_description_larger_than_any_is_not_read(tmp_path):
+    with (tmp_path / "meta.json").open("wb") as file:
+        file.truncate(2**40)  # holes: of zero bytes, and of no disk
+    assert read_meta(tmp_path) is None
 
 
 @pytest.mark.parametrize(
