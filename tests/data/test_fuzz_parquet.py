@@ -131,3 +131,17 @@ def test_a_flipped_bit_never_gets_past_the_digest(place, compression, at, bit):
 def test_what_is_no_shard_is_one_line(place, content, is_framed):
     place.write_bytes(b"PAR1" + content + b"PAR1" if is_framed else content)
     assert read(place) is None
+
+
+def test_no_bit_of_a_footer_ends_the_interpreter(place):
+    """pyarrow aborts where it is asked about a column of which these are wrong."""
+    content = io.BytesIO()
+    pq.write_table(pa.table({"text": TEXTS}), content, store_schema=False)
+    whole = content.getvalue()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for at in range(footer, len(whole)):
+        for bit in range(8):
+            changed = bytearray(whole)
+            changed[at] ^= 1 << bit
+            place.write_bytes(changed)
+            read(place)
