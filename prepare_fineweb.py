@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,16 +168,25 @@ def prepare(
     print(opening(shards), flush=True)
     encode = choose_encoder(arguments.encoder, options.val_hash_below)
     print(f"encoder {'fastokens' if encode.reference else 'tiktoken'}  workers {arguments.workers}")
+    with (
+        told_if_unwritable(folder),
+        only_one_in(folder, "out"),
+        BinWriter(folder, identity(shards, options)) as writer,
+    ):
+        with SourceDigests(shards, writer.digests) as digests:
+            write_bins(shards, writer, digests, encode, arguments.workers)
+        meta = describe(shards, options, writer)
+        if arguments.val_hash_below is None:
+            check_split(meta)
+        writer.name_bins()
+        write_meta(folder, meta)
+        writer.forget_progress()
+
+
+@contextmanager
+def told_if_unwritable(folder: Path) -> Iterator[None]:
     try:
-        with only_one_in(folder, "out"), BinWriter(folder, identity(shards, options)) as writer:
-            with SourceDigests(shards, writer.digests) as digests:
-                write_bins(shards, writer, digests, encode, arguments.workers)
-            meta = describe(shards, options, writer)
-            if arguments.val_hash_below is None:
-                check_split(meta)
-            writer.name_bins()
-            write_meta(folder, meta)
-            writer.forget_progress()
+        yield
     except OSError as error:
         raise InputError(
             f"cannot write to {folder}: {error.strerror or error}; "
@@ -332,7 +341,7 @@ def engine_settings(arguments: argparse.Namespace) -> dict[str, str]:
 def merge_into(folder: Path, parts: list[Path], options: Options | None = None) -> None:
     meta = merge(parts, folder, options)
     check_split(meta)
-    with only_one_in(folder, "out"):
+    with told_if_unwritable(folder), only_one_in(folder, "out"):
         write_meta(folder, meta)
     print(f"merged {len(parts)} datasets into {folder}")
 

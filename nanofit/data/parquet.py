@@ -188,7 +188,7 @@ class SourceDigests:
 
 def _expand(given: str) -> list[str]:
     if is_remote(given):
-        return [given] if given.endswith(".parquet") else find_remote(given)
+        return [given] if _name_of(given).endswith(".parquet") else find_remote(given)
     path = Path(given)
     if path.is_dir():
         # Links to folders are not followed, so that there is no loop. Spark names folders so, too.
@@ -210,6 +210,8 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _name_of(location: str) -> str:
+    """Without what an address may ask for beside its path, such as a download, or show as a key."""
+    location = location.partition("?")[0] if is_remote(location) else location
     return location.replace(os.sep, "/").rsplit("/", 1)[-1]
 
 

@@ -145,7 +145,7 @@ def timeout_s() -> float:
 
 def _patiently(location: str, attempt: Callable[[], Any]) -> Any:
     """What `attempt` gives; while it fails it is made again, after ever longer pauses."""
-    longest_s = timeout_s()
+    longest_s, shown = timeout_s(), location.partition("?")[0]  # behind it there may be a key
     for number in range(1, TRIES + 1):
         try:
             return attempt()
@@ -154,11 +154,9 @@ def _patiently(location: str, attempt: Callable[[], Any]) -> Any:
         except Exception as error:  # every protocol has its own kinds
             reason = _reason(error)
             if number == TRIES or _is_final(error) or _leaving.is_set():
-                raise InputError(f"cannot read {location}: {reason}") from error
+                raise InputError(f"cannot read {shown}: {reason}") from error
         pause_s = longest_s * 2.0 ** (min(number, 6) - 6)
-        print(
-            f"{location}: {reason}; trying again in {duration(math.ceil(pause_s))}", file=sys.stderr
-        )
+        print(f"{shown}: {reason}; trying again in {duration(math.ceil(pause_s))}", file=sys.stderr)
         _leaving.wait(pause_s)
     raise AssertionError("the last try either gives something or fails")
 

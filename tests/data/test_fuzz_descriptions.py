@@ -55,8 +55,8 @@ def made(tmp_path_factory) -> Path:
 
 @st.composite
 def damages(draw):
-    """How to damage a JSON file: another value somewhere, or other bytes."""
-    kind = draw(st.sampled_from(["value", "value", "bytes", "cut", "other"]))
+    """How to damage a JSON file: another value somewhere, another digit, or other bytes."""
+    kind = draw(st.sampled_from(["value", "digit", "bytes", "cut", "other"]))
     seed = draw(st.integers(0, 2**31))
     return kind, seed, draw(VALUES), draw(st.binary(max_size=5))
 
@@ -66,6 +66,10 @@ def damaged(content: bytes, damage: tuple) -> bytes:
     at = seed % len(content)
     if kind == "bytes":
         return content[:at] + some_bytes + content[at + seed % 3 :]
+    if kind == "digit":
+        digits = [place for place, byte in enumerate(content) if chr(byte).isdigit()]
+        at = digits[seed % len(digits)]
+        return content[:at] + b"%d" % ((content[at] + 1) % 10) + content[at + 1 :]
     if kind == "cut":
         return content[:at]
     if kind == "other":

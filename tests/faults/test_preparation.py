@@ -168,6 +168,19 @@ def test_a_full_disk_is_told_and_with_room_the_same_command_goes_on(
     assert files_of(out) == whole
 
 
+def test_a_merge_without_room_changes_nothing(tmp_path, small_disk):
+    prepare(write_shard(tmp_path / "a.parquet", make_texts(50)), "--out", tmp_path / "part")
+    out = small_disk / "out"
+    prepare("--merge", tmp_path / "part", "--out", out)
+    before = files_of(out)
+    (small_disk / "filler").write_bytes(bytes(196 * 1024))
+    with pytest.raises(InputError, match=r"cannot write to .*No space left on device"):
+        prepare("--merge", tmp_path / "part", "--out", out, "--overwrite")
+    assert files_of(out) == before
+    (small_disk / "filler").unlink()
+    prepare("--merge", tmp_path / "part", "--out", out, "--overwrite")
+
+
 # Not alone
 
 

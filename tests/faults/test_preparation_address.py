@@ -139,6 +139,16 @@ def test_what_fails_for_good_ends_in_a_line_after_some_tries(shard, tmp_path, ca
     assert not (tmp_path / "out/meta.json").exists()
 
 
+def test_an_address_may_ask_for_more_and_its_key_is_not_kept(shard, tmp_path, capsys):
+    with serving(shard, lambda number: 500 if number < 2 else None) as server:
+        prepare(f"{server.address}?download=true&key=secret", "--out", tmp_path / "remote")
+    assert "secret" not in (tmp_path / "remote/meta.json").read_text()
+    said = "".join(capsys.readouterr())
+    assert "trying again" in said and "secret" not in said
+    prepare(shard, "--out", tmp_path / "local")
+    assert_same_dataset(tmp_path / "local", tmp_path / "remote")
+
+
 def test_what_is_not_there_is_not_asked_for_again(shard, tmp_path, capsys):
     with (
         serving(shard, lambda number: 404) as server,
