@@ -164,13 +164,7 @@ class SourceDigests:
             self.start(index)
         self.check(wait=True)
         for shard in self._shards:
-            if not is_remote(shard.location) and _status(shard.location)[:2] != (
-                shard.bytes,
-                shard.version,
-            ):
-                raise InputError(
-                    f"{shard.location} changed while it was read; run the same command again"
-                )
+            _check_unchanged(shard)
 
     def check(self, *, wait: bool = False) -> None:
         """Record the digests that are ready, or with `wait` all; a wrong one is bad input."""
@@ -184,6 +178,18 @@ class SourceDigests:
                     f"{shard.location} is damaged: its SHA-256 is {digest}, "
                     f"not {shard.expected_sha256}; fetch it again"
                 )
+
+
+def _check_unchanged(shard: Shard) -> None:
+    """What is at an address is told from what was there by its size alone, as it is read."""
+    if is_remote(shard.location):
+        return
+    try:
+        now = _status(shard.location)[:2]
+    except OSError:
+        now = None
+    if now != (shard.bytes, shard.version):
+        raise InputError(f"{shard.location} changed while it was read; run the same command again")
 
 
 def _expand(given: str) -> list[str]:

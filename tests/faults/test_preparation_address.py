@@ -8,12 +8,15 @@ import socket
 import struct
 import sys
 import threading
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import prepare_fineweb
+from nanofit.data.dataset import Options, identity
+from nanofit.data.parquet import open_shards
 from nanofit.data.remote import TRIES
 from nanofit.terminal import InputError
 from tests import processes
@@ -48,6 +51,7 @@ class FaultyHandler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(self.server.content)))
         self.send_header("Accept-Ranges", "bytes")
+        self.send_header("ETag", f'"{zlib.crc32(self.server.content)}"')
         self.end_headers()
 
     def do_GET(self):
@@ -178,6 +182,17 @@ def test_a_shard_of_another_size_at_the_same_address_is_not_mixed_in(shard, tmp_
         server.fault = exchanged
         with pytest.raises(InputError, match=rf"it has {len(other):,} bytes now, not"):
             prepare(server.address, "--out", tmp_path / "out")
+
+
+def test_half_made_output_is_not_gone_on_from_when_the_address_has_other_content(shard):
+    with serving(shard, lambda number: None) as server:
+        [before] = open_shards([server.address], "text")
+        assert open_shards([server.address], "text") == [before]
+        server.content = server.content[:50] + b"?" + server.content[51:]
+        [after] = open_shards([server.address], "text")
+    assert after.bytes == before.bytes
+    options = Options(0.01, "text", None, 9)
+    assert identity([after], options) != identity([before], options)
 
 
 def test_as_a_script_it_ends_with_exit_code_2_and_then_goes_on(shard, tmp_path):
