@@ -5,7 +5,9 @@
     python prepare_fineweb.py hf://datasets/HuggingFaceFW/fineweb/sample/10BT/000_00000.parquet
 
 Every document becomes its tokens and one end-of-text token, as headerless uint16 that nanoGPT reads
-too. Stop it at any time: the same command continues where it was.
+too. Stop it at any time: the same command continues where it was. Shards are taken in the order of
+their paths, so that the same ones give the same bins however they are given. Where an address is
+silent for 30 seconds (NANOFIT_TIMEOUT_S in the environment) or fails, it is tried again.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from nanofit.data import engine
-from nanofit.data.bins import SPLITS, BinWriter, sole_writer
+from nanofit.data.bins import SPLITS, BinWriter
 from nanofit.data.dataset import (
     Options,
     describe,
@@ -31,6 +33,7 @@ from nanofit.data.dataset import (
     is_done,
     merge,
     read_meta,
+    tidy_up,
     warnings_about,
     write_meta,
 )
@@ -39,14 +42,14 @@ from nanofit.data.parquet import (
     Chunk,
     Shard,
     SourceDigests,
-    expected_digests,
     find_shards,
-    is_remote,
     mean_token_count,
     open_shards,
     read_chunks,
 )
+from nanofit.data.remote import is_remote, stop_waiting
 from nanofit.data.tokenizer import fast_encoder, reference_encoder
+from nanofit.lock import only_one_in
 from nanofit.settings.config import load_config
 from nanofit.terminal import InputError, Progress, compact, duration, run_script
 
@@ -126,7 +129,8 @@ def read_plan(config: str) -> tuple[int, int]:
 
 def make(folder: Path, arguments: argparse.Namespace) -> None:
     """Make the dataset, unless it is there; refuse to replace one made from something else."""
-    shards = open_shards(find_shards(arguments.inputs), arguments.text_column)
+    locations = find_shards(arguments.inputs)
+    shards = open_shards(locations, arguments.text_column, arguments.sha256)
     shards = first_rows(shards, arguments.limit_docs)
     options = Options(
         val_fraction=arguments.val_fraction,
@@ -136,6 +140,7 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
         or choose_val_hash_below(shards, arguments.val_fraction),
     )
     if is_done(folder, shards, options, overwrite=arguments.overwrite):
+        tidy_up(folder)
         print(f"{folder} is already made from these inputs; nothing to do")
     elif arguments.engine:
         spread(shards, folder, options, arguments)
@@ -160,21 +165,28 @@ def prepare(
 ) -> None:
     """Make the bins and meta.json, or what is still missing of them."""
     pa.set_memory_pool(pa.system_memory_pool())  # the default one keeps what it has once held
-    expected = expected_digests(shards, arguments.sha256)
     print(opening(shards), flush=True)
     encode = choose_encoder(arguments.encoder, options.val_hash_below)
     print(f"encoder {'fastokens' if encode.reference else 'tiktoken'}  workers {arguments.workers}")
+    with (
+        told_if_unwritable(folder),
+        only_one_in(folder, "out"),
+        BinWriter(folder, identity(shards, options)) as writer,
+    ):
+        with SourceDigests(shards, writer.digests) as digests:
+            write_bins(shards, writer, digests, encode, arguments.workers)
+        meta = describe(shards, options, writer)
+        if arguments.val_hash_below is None:
+            check_split(meta)
+        writer.name_bins()
+        write_meta(folder, meta)
+        writer.forget_progress()
+
+
+@contextmanager
+def told_if_unwritable(folder: Path) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with sole_writer(folder), BinWriter(folder, identity(shards, options)) as writer:
-            with SourceDigests(shards, expected, writer.digests) as digests:
-                write_bins(shards, writer, digests, encode, arguments.workers)
-            meta = describe(shards, options, writer)
-            if arguments.val_hash_below is None:
-                check_split(meta)
-            writer.name_bins()
-            write_meta(folder, meta)
-            writer.forget_progress()
+        yield
     except OSError as error:
         raise InputError(
             f"cannot write to {folder}: {error.strerror or error}; "
@@ -235,6 +247,7 @@ def write_bins(
                     writer.commit()
                     committed_s = time.monotonic()
         except KeyboardInterrupt:
+            stop_waiting()
             writer.commit()
             raise
     digests.finish()
@@ -277,12 +290,13 @@ class Rate:
 
 
 def check_split(meta: dict) -> None:
+    skipped = meta["counts"]["skipped"] + meta["counts"]["not_utf8"]
     for split in SPLITS:
         if not meta["splits"][split]["documents"]:
             raise InputError(
                 f"no document fell to {split} with --val_fraction "
-                f"{meta['options']['val_fraction']}; {meta['counts']['skipped']:,} rows "
-                "were null or empty"
+                f"{meta['options']['val_fraction']}; {skipped:,} rows "
+                "were null, empty or not UTF-8"
             )
 
 
@@ -290,13 +304,9 @@ def spread(
     shards: list[Shard], folder: Path, options: Options, arguments: argparse.Namespace
 ) -> None:
     """Prepare each shard as a task of an engine, then make one dataset of them."""
-    expected = expected_digests(shards, arguments.sha256)
     parts = engine.prepare_each(
         shards,
-        [
-            shard_command(shard, sha256, options, arguments)
-            for shard, sha256 in zip(shards, expected, strict=True)
-        ],
+        [shard_command(shard, options, arguments) for shard in shards],
         folder,
         options,
         engine=arguments.engine,
@@ -307,9 +317,7 @@ def spread(
         merge_into(folder, parts, options)
 
 
-def shard_command(
-    shard: Shard, sha256: str | None, options: Options, arguments: argparse.Namespace
-) -> list[str]:
+def shard_command(shard: Shard, options: Options, arguments: argparse.Namespace) -> list[str]:
     """The plain command for one shard of many, but where its output goes."""
     location = shard.location if is_remote(shard.location) else str(Path(shard.location).resolve())
     threads = 1 if arguments.engine == "local" else arguments.workers
@@ -319,7 +327,7 @@ def shard_command(
     command += ["--text_column", options.text_column, "--workers", str(threads)]
     command += ["--limit_docs", str(shard.rows)] if options.limit_docs else []
     command += ["--encoder", arguments.encoder] if arguments.encoder else []
-    command += ["--sha256", sha256] if sha256 else []
+    command += ["--sha256", shard.expected_sha256] if shard.expected_sha256 else []
     return command + (["--overwrite"] if arguments.overwrite else [])
 
 
@@ -333,8 +341,8 @@ def engine_settings(arguments: argparse.Namespace) -> dict[str, str]:
 def merge_into(folder: Path, parts: list[Path], options: Options | None = None) -> None:
     meta = merge(parts, folder, options)
     check_split(meta)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_meta(folder, meta)
+    with told_if_unwritable(folder), only_one_in(folder, "out"):
+        write_meta(folder, meta)
     print(f"merged {len(parts)} datasets into {folder}")
 
 
@@ -351,7 +359,7 @@ def summarize(meta: dict, plan: tuple[int, int] | None) -> None:
         print(f"warning: {warning}")
     if plan:
         steps, step_tokens = plan
-        epochs = steps * step_tokens / meta["splits"]["train"]["tokens"]
+        epochs = steps * step_tokens / max(meta["splits"]["train"]["tokens"], 1)
         print(f"steps {steps:,}  tokens/step {step_tokens:,}  epochs {epochs:.2f}")
 
 

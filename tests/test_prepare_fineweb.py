@@ -7,10 +7,8 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import threading
-import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -24,8 +22,21 @@ from nanofit.data import documents, parquet
 from nanofit.data.documents import ChunkEncoder
 from nanofit.data.parquet import Chunk
 from nanofit.data.tokenizer import gpt2, reference_encoder
+from nanofit.lock import only_one_in
 from nanofit.terminal import InputError
 from tests import processes
+from tests.shards import (
+    assert_same_dataset,
+    damage,
+    decode,
+    make_texts,
+    plain_route,
+    prepare,
+    read_bins,
+    read_meta,
+    start,
+    write_shard,
+)
 
 SCRIPT = Path(prepare_fineweb.__file__)
 ODD = [
@@ -42,61 +53,6 @@ ODD = [
     "same",
     "same",
 ]
-
-
-def make_texts(count: int, seed: int = 0) -> list[str]:
-    rng = random.Random(seed)
-    words = [gpt2().decode([rng.randrange(256, 50256)]) for _ in range(2000)]
-    return [" ".join(rng.choices(words, k=rng.randint(1, 80))) for _ in range(count)]
-
-
-def write_shard(path: Path, texts: list, *, group: int = 100, counts=None, **settings) -> Path:
-    columns = {"text": texts if isinstance(texts, pa.Array) else pa.array(texts, pa.string())}
-    columns["id"] = pa.array([f"<{index}>" for index in range(len(texts))])
-    if counts is not None:
-        columns["token_count"] = pa.array(counts, pa.int64())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path, row_group_size=group, **settings)
-    return path
-
-
-def prepare(*arguments) -> int:
-    return prepare_fineweb.main([str(argument) for argument in arguments])
-
-
-def plain_route(texts: list, limit: int) -> dict[str, list[int]]:
-    bins = {"train": [], "val": []}
-    for text in filter(None, texts):
-        split = "val" if zlib.crc32(text.encode()) < limit else "train"
-        bins[split] += [*gpt2().encode_ordinary(text), 50256]
-    return bins
-
-
-def read_bins(folder: Path) -> dict[str, np.ndarray]:
-    """Every bin as meta.json lists it, with what it says about them checked."""
-    meta = read_meta(folder)
-    bins = {}
-    for split, about in meta["splits"].items():
-        parts = [np.fromfile(folder / bin["file"], "<u2") for bin in about["bins"]]
-        assert [len(part) for part in parts] == [bin["tokens"] for bin in about["bins"]]
-        bins[split] = np.concatenate(parts)
-        assert about["tokens"] == len(bins[split])
-        assert about["documents"] == np.count_nonzero(bins[split] == 50256)
-    return bins
-
-
-def read_meta(folder: Path) -> dict:
-    return json.loads((folder / "meta.json").read_text())
-
-
-def decode(bin: np.ndarray) -> list[str]:
-    ends = np.flatnonzero(bin == 50256) + 1
-    return [gpt2().decode(ids[:-1].tolist()) for ids in np.split(bin, ends)[:-1]]
-
-
-def assert_same_dataset(one: Path, other: Path) -> None:
-    first, second = read_bins(one), read_bins(other)
-    assert all(np.array_equal(first[split], second[split]) for split in first)
 
 
 # Right
@@ -241,18 +197,6 @@ def test_limit_docs_is_the_first_rows_over_all_shards(tmp_path):
 # Resumable
 
 
-def start(folder: Path, shard: Path, before: str = "pass", **settings) -> subprocess.Popen:
-    """The script in a process of its own that commits after every few rows."""
-    code = f"""
-import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
-import prepare_fineweb; from nanofit.data import bins, dataset, parquet
-prepare_fineweb.COMMIT_EVERY_S = 0; parquet.CHUNK_ROWS = 20
-{before}
-prepare_fineweb.run_script(prepare_fineweb.main)"""
-    arguments = [str(shard), "--out", str(folder), "--encoder", "tiktoken", "--workers", "2"]
-    return processes.start([sys.executable, "-c", code, *arguments], **settings)
-
-
 KILL_AFTER = """
 commit = bins.BinWriter.commit
 def commit_then_stop(self, **kwargs):
@@ -362,9 +306,9 @@ def test_a_full_disk_is_one_line_and_the_same_command_continues(tmp_path):
 
 def test_two_runs_never_write_to_one_folder(tmp_path):
     shard = write_shard(tmp_path / "a.parquet", make_texts(200))
-    with prepare_fineweb.sole_writer(tmp_path):
+    with only_one_in(tmp_path, "out"):
         _, errors = start(tmp_path, shard).communicate()
-    assert "another process is writing" in errors
+    assert f"{tmp_path} is in use by process {os.getpid()}" in errors
 
 
 def test_a_rerun_says_so_and_changes_are_detected(tmp_path, capsys):
@@ -526,12 +470,6 @@ class RangeHandler(QuietHandler):
 # Bad input
 
 
-def damage(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 0xFF
-    path.write_bytes(content)
-
-
 def no_columns(path):
     pq.write_table(pa.table({"body": ["a"], "n": [1]}), path)
 
@@ -556,7 +494,7 @@ BAD_FILES = {
     "holds int64, not text": lambda path: pq.write_table(pa.table({"text": [1, 2]}), path),
     "0 different documents": lambda path: write_shard(path, [None, ""]),
     "1 different documents": lambda path: write_shard(path, ["same", "same"]),
-    "damaged in row group 0": invalid_utf8,
+    "1 different documents cannot be split": invalid_utf8,
     "damaged in row group 0 .*checksum|CRC": flipped_bit,
 }
 
@@ -567,7 +505,7 @@ def test_bad_files_are_one_clear_line_and_leave_nothing(tmp_path, message):
     with pytest.raises(InputError, match=message) as caught:
         prepare(tmp_path / "a.parquet", "--out", tmp_path / "out")
     assert len(str(caught.value).splitlines()) == 1
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_damage_found_late_leaves_nothing(tmp_path, monkeypatch):
@@ -576,7 +514,7 @@ def test_damage_found_late_leaves_nothing(tmp_path, monkeypatch):
     damage(shard, pq.ParquetFile(shard).metadata.row_group(3).column(0).data_page_offset - 200)
     with pytest.raises(InputError, match="damaged in row group"):
         prepare(shard, "--out", tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -589,7 +527,7 @@ def test_a_wrong_digest_is_damage(tmp_path, monkeypatch, known):
         monkeypatch.setitem(parquet.KNOWN_SHA256, ("a.parquet", shard.stat().st_size), "0" * 64)
     with pytest.raises(InputError, match=f"its SHA-256 is {digest}"):
         prepare(shard, "--out", tmp_path / "wrong", *given)
-    assert not list((tmp_path / "wrong").iterdir())
+    assert not (tmp_path / "wrong").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,39 +3,28 @@
 import hashlib
 import json
 import os
+import zlib
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanofit.data.form import read_json
 from nanofit.files import atomic_write
-from nanofit.terminal import InputError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 SPLITS = ("train", "val")
 JOURNAL = "progress.json"
-
-
-@contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
-    """Refuse to share the folder with another process; a kill ends the claim as well."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise InputError(f"another process is writing to {folder}; wait for it to end") from None
-    finally:
-        os.close(descriptor)
+_FORM = {
+    "identity": {},
+    "position": [int],
+    "tally": {...: int},
+    "digests": {...: (str, None)},
+    "bins": dict.fromkeys(SPLITS, str),
+    "is_complete": bool,
+    "crc32": int,
+}
 
 
 class BinWriter:
@@ -46,14 +35,23 @@ class BinWriter:
 
     def __init__(self, folder: Path, identity: dict):
         self._folder, self._identity = folder, identity
-        journal, self.restart_reason = self._read_journal()
+        self._at = _Place((0, 0), Counter(), {split: hashlib.sha256() for split in SPLITS})
+        self.digests = {}  # of the sources, by their number
+        self.restart_reason = self._go_on()
         if self.restart_reason:
             (folder / JOURNAL).unlink()  # it must not vouch for what is written from here on
-        self.position = tuple(journal.get("position", (0, 0)))  # (shard, row) to go on from
-        self.tally = Counter(journal.get("tally", {}))
-        self.digests = journal.get("digests", {})  # of the sources, by their number
-        self._hashes = {split: self._cut(split) for split in SPLITS}
-        self._files = {split: self._partial(split).open("ab", buffering=0) for split in SPLITS}
+        self._files = {split: _opened(self._partial(split)) for split in SPLITS}
+        for split, file in self._files.items():
+            file.truncate(2 * self.tally[f"{split}_tokens"])  # the rest was never committed
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The shard and the row to go on from."""
+        return self._at.position
+
+    @property
+    def tally(self) -> Counter:
+        return self._at.tally
 
     def __enter__(self) -> "BinWriter":
         return self
@@ -67,11 +65,13 @@ class BinWriter:
 
     def append(self, tokens: dict[str, np.ndarray], tally: Counter, position: tuple) -> None:
         """Add the next tokens of each split; `position` is what comes after them."""
+        hashes = {split: hash.copy() for split, hash in self._at.hashes.items()}
         for split, array in tokens.items():
             _write_all(self._files[split], memoryview(array).cast("B"))
-            self._hashes[split].update(array)
-        self.tally.update(tally)
-        self.position = position
+            hashes[split].update(array)
+        total = self.tally.copy()
+        total.update(tally)
+        self._at = _Place(position, total, hashes)  # at once: Ctrl-C commits what is here
 
     def commit(self, *, is_complete: bool = False) -> None:
         """Make everything so far survive a kill or a power cut."""
@@ -82,10 +82,11 @@ class BinWriter:
             "position": self.position,
             "tally": self.tally,
             "digests": self.digests,
+            "bins": {split: hash.hexdigest() for split, hash in self._at.hashes.items()},
             "is_complete": is_complete,
         }
         with atomic_write(self._folder / JOURNAL) as path:
-            path.write_text(json.dumps(journal))
+            path.write_text(json.dumps({**journal, "crc32": _crc32(journal)}))
 
     def name_bins(self) -> None:
         """Give the bins their final names, all or, after a kill and a rerun, the rest of them."""
@@ -101,42 +102,69 @@ class BinWriter:
         """What meta.json says about one split."""
         names = ("documents", "tokens", "text_bytes")
         counts = {name: self.tally[f"{split}_{name}"] for name in names}
-        digest = self._hashes[split].hexdigest()
+        digest = self._at.hashes[split].hexdigest()
         bins = [{"file": f"{split}.bin", "tokens": counts["tokens"], "sha256": digest}]
         return {**counts, "bins": bins}
 
-    def _read_journal(self) -> tuple[dict, str | None]:
-        """What the last commit of this work recorded, or nothing and the reason why."""
+    def _go_on(self) -> str | None:
+        """Take up this work where its last commit was; if that cannot be, the reason why."""
         try:
-            journal = json.loads((self._folder / JOURNAL).read_text())
+            journal = read_json(self._folder / JOURNAL, _FORM)
         except FileNotFoundError:
-            return {}, None
+            return None
         except ValueError:
-            return {}, f"{JOURNAL} is damaged"
+            return f"{JOURNAL} is damaged"
+        if journal.pop("crc32") != _crc32(journal):
+            return f"{JOURNAL} is damaged"
         if journal["identity"] != self._identity:
-            return {}, "the inputs or options have changed"
+            return "the inputs or options have changed"
+        hashes = {}
         for split in SPLITS:
             path, bytes = self._partial(split), 2 * journal["tally"].get(f"{split}_tokens", 0)
             if journal["is_complete"] and not path.exists():  # killed after it got its final name
                 (self._folder / f"{split}.bin").replace(path)
             if not path.exists() or path.stat().st_size < bytes:
-                return {}, f"{path.name} is shorter than recorded"
-        return journal, None
-
-    def _cut(self, split: str):
-        """Cut off what was never committed; return the running digest of the rest."""
-        path = self._partial(split)
-        if path.is_symlink():
-            path.unlink()  # to write through a link would be to write elsewhere
-        path.touch()
-        os.truncate(path, 2 * self.tally[f"{split}_tokens"])
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256")
+                return f"{path.name} is shorter than recorded"
+            hashes[split] = _hash_of(path, bytes)
+            if hashes[split].hexdigest() != journal["bins"][split]:
+                return f"{path.name} is damaged"
+        self._at = _Place(tuple(journal["position"]), Counter(journal["tally"]), hashes)
+        self.digests = journal["digests"]
+        return None
 
     def _partial(self, split: str) -> Path:
         return self._folder / f"{split}.bin.partial"
 
 
+class _Place(NamedTuple):
+    """How far the work has come."""
+
+    position: tuple[int, int]
+    tally: Counter
+    hashes: dict[str, Any]  # running digests of the bins
+
+
+def _hash_of(path: Path, bytes: int) -> Any:
+    """The running digest of a file's first bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while bytes and (block := file.read(min(bytes, 2**20))):
+            digest.update(block)
+            bytes -= len(block)
+    return digest
+
+
 def _write_all(file, view: memoryview) -> None:
     while view:
         view = view[file.write(view) :]
+
+
+def _opened(path: Path) -> FileIO:
+    if path.is_symlink():
+        path.unlink()  # to write through a link would be to write elsewhere
+    return path.open("ab", buffering=0)
+
+
+def _crc32(journal: dict) -> int:
+    """A flipped bit in it would leave out documents, or repeat some."""
+    return zlib.crc32(json.dumps(journal).encode())

@@ -2,14 +2,17 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanofit.data.bins import JOURNAL, SPLITS, BinWriter
+from nanofit.data.form import read_json
 from nanofit.data.parquet import Shard, sha256_of
 from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE
-from nanofit.files import atomic_write, read_small
+from nanofit.files import atomic_write
 from nanofit.terminal import InputError
 
 META = "meta.json"
@@ -18,6 +21,8 @@ COMMON_BLOCK_SIZE = 1024
 TOTALS = ("documents", "tokens", "text_bytes")  # of a split
 COUNTS = (
     "skipped",  # null or empty documents
+    "not_utf8",  # documents skipped for what no text can hold, such as half a surrogate pair
+    "spelling_end_of_text",  # documents that hold <|endoftext|>, which is text to us
     "checked",  # documents encoded by both encoders, and how many of them differed
     "mismatched",
     "token_count_rows",  # rows with FineWeb's own count, and how it agrees with ours
@@ -25,6 +30,15 @@ COUNTS = (
     "token_count_tokens",
     "token_count_tokens_here",
 )
+_FORM = {  # of meta.json, as far as it is used here
+    "splits": {
+        split: {**dict.fromkeys(TOTALS, int), "bins": [{"file": str, "tokens": int}]}
+        for split in SPLITS
+    },
+    "sources": [{"file": str, "bytes": int, "sha256": (str, None)}],
+    "options": {"val_fraction": float, "val_hash_below": int},
+    "counts": {...: int},
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,7 @@ class Options:
 
 def identity(shards: list[Shard], options: Options) -> dict:
     """What must be the same for half-made output to be continued."""
-    sources = [[shard.name, shard.bytes, shard.modified_ns] for shard in shards]
+    sources = [[shard.name, shard.bytes, shard.version] for shard in shards]
     return {"options": asdict(options), "sources": sources}
 
 
@@ -53,7 +67,12 @@ def describe(shards: list[Shard], options: Options, writer: BinWriter) -> dict:
         "end_of_text": END_OF_TEXT,
         "splits": {split: writer.describe(split) for split in SPLITS},
         "sources": [
-            {"file": shard.name, "bytes": shard.bytes, "sha256": writer.digests[str(index)]}
+            {
+                "file": shard.name,
+                "bytes": shard.bytes,
+                "rows": shard.rows,
+                "sha256": writer.digests[str(index)],
+            }
             for index, shard in enumerate(shards)
         ],
         "options": asdict(options),
@@ -64,28 +83,17 @@ def describe(shards: list[Shard], options: Options, writer: BinWriter) -> dict:
 def read_meta(folder: Path) -> dict | None:
     """The folder's meta.json; None where there is no dataset, or one whose bins are not whole."""
     try:
-        meta = json.loads(read_small(folder / META))
-        return meta if _is_whole(folder, meta) else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        meta = read_json(folder / META, _FORM)
+        is_whole = all(_is_whole(folder, meta["splits"][split]) for split in SPLITS)
+    except (OSError, ValueError):
         return None
+    return meta if is_whole else None
 
 
-def _is_whole(folder: Path, meta: dict) -> bool:
-    """Whether all is there and of its kind that is told of it or done with it."""
-    bins = [bin for split in SPLITS for bin in meta["splits"][split]["bins"]]
-    numbers = [meta["splits"][split][name] for split in SPLITS for name in TOTALS]
-    numbers += [meta["counts"][name] for name in COUNTS]
-    numbers += [source["bytes"] for source in meta["sources"]]
-    numbers += [bin["tokens"] for bin in bins]
-    names = [one["file"] for one in (*bins, *meta["sources"])]
-    return (
-        all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-        and all(isinstance(name, str) for name in names)
-        and all("sha256" in source for source in meta["sources"])
-        and isinstance(meta["options"]["val_hash_below"], int)
-        and "val_fraction" in meta["options"]
-        and all((folder / bin["file"]).stat().st_size == 2 * bin["tokens"] for bin in bins)
-    )
+def _is_whole(folder: Path, split: dict) -> bool:
+    sizes = [bin["tokens"] for bin in split["bins"]]
+    found = [(folder / bin["file"]).stat().st_size for bin in split["bins"]]
+    return sum(sizes) == split["tokens"] and [2 * tokens for tokens in sizes] == found
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -110,11 +118,17 @@ def is_done(folder: Path, shards: list[Shard], options: Options, *, overwrite: b
     return bool(meta) and not changed
 
 
+def tidy_up(folder: Path) -> None:
+    """Remove the progress of a finished dataset, left by a kill just before its end."""
+    with suppress(OSError):
+        (folder / JOURNAL).unlink()
+
+
 def _difference(folder: Path, meta: dict, shards: list[Shard], options: Options) -> str | None:
     """What a finished dataset was made from, where that differs from what is asked; else None."""
     recorded = [(source["file"], source["bytes"]) for source in meta["sources"]]
     if recorded != [(shard.name, shard.bytes) for shard in shards]:
-        return f"made from other inputs ({', '.join(name for name, _ in recorded[:3])} ...)"
+        return f"made from other inputs ({', '.join(repr(name) for name, _ in recorded[:3])} ...)"
     made_ns = (folder / META).stat().st_mtime_ns
     for shard, source in zip(shards, meta["sources"], strict=True):
         is_newer = shard.touched_ns and shard.touched_ns >= made_ns
@@ -122,7 +136,7 @@ def _difference(folder: Path, meta: dict, shards: list[Shard], options: Options)
             return f"made before {shard.name} changed"
     for name, value in asdict(options).items():
         if meta["options"].get(name) != value:
-            return f"made with {name} {meta['options'].get(name)}, not {value}"
+            return f"made with {name} {meta['options'].get(name)!r}, not {value!r}"
     return None
 
 
@@ -140,7 +154,7 @@ def merge(folders: list[Path], out: Path, options: Options | None = None) -> dic
         **metas[0],
         "splits": splits,
         "sources": [source for meta in metas for source in meta["sources"]],
-        "counts": {name: sum(meta["counts"][name] for meta in metas) for name in COUNTS},
+        "counts": {name: sum(meta["counts"].get(name, 0) for meta in metas) for name in COUNTS},
     }
     if options:
         merged["options"] = asdict(options)
@@ -168,9 +182,14 @@ def _merge_split(split: str, folders: list[Path], metas: list[dict], out: Path) 
 
 def warnings_about(meta: dict) -> Iterator[str]:
     """What a person should know before training on it."""
-    counts = meta["counts"]
+    counts = Counter(meta["counts"])
     if counts["skipped"]:
         yield f"{counts['skipped']:,} null or empty documents were skipped"
+    if counts["not_utf8"]:
+        yield (
+            f"{counts['not_utf8']:,} documents are not UTF-8 and were skipped: badly written, or "
+            "damaged since; compare the SHA-256 in meta.json with the publisher's"
+        )
     if counts["mismatched"]:
         yield (
             f"fastokens differed from tiktoken on {counts['mismatched']} of {counts['checked']} "

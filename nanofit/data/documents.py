@@ -9,12 +9,14 @@ from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from nanofit.data.parquet import CHUNK_BYTES, Chunk, Shard, read_chunks, text_offsets
 from nanofit.data.tokenizer import END_OF_TEXT, Encoder
 from nanofit.terminal import InputError
 
 HASH_RANGE = 2**32
+MOST_TOKENS = 2**32  # of a document
 FEW_ROWS, FEW_VAL_DOCUMENTS = 8192, 16
 SEPARATOR = np.array([END_OF_TEXT], np.uint32)
 
@@ -28,10 +30,9 @@ class ChunkEncoder:
     val_hash_below: int  # which makes a document validation
 
     def __call__(self, chunk: Chunk) -> tuple[dict[str, np.ndarray], Counter]:
-        texts, counts = non_empty(chunk)
+        texts, counts, tally = usable(chunk)
         strings = texts.to_pylist()
         documents = self.encode(strings)
-        tally = Counter(skipped=len(chunk.texts) - len(texts))
         if chunk.is_first_of_group and documents and self.reference:
             tally.update(self._check(strings, documents))
         del strings  # a long text need not stay beside its tokens
@@ -98,7 +99,7 @@ def choose_val_hash_below(shards: list[Shard], val_fraction: float) -> int:
     if sum(shard.rows for shard in shards) > FEW_ROWS:
         return limit
     chunks = (chunk for shard in shards for chunk in read_chunks(shard))
-    hashes = sorted({hash for chunk in chunks for hash in hashes_of(non_empty(chunk)[0])})
+    hashes = sorted({hash for chunk in chunks for hash in hashes_of(usable(chunk)[0])})
     if len(hashes) < 2:
         raise InputError(
             f"{len(hashes)} different documents cannot be split into train and val; give at least 2"
@@ -107,15 +108,41 @@ def choose_val_hash_below(shards: list[Shard], val_fraction: float) -> int:
     return max(limit, hashes[enough - 1] + 1)
 
 
-def non_empty(chunk: Chunk) -> tuple[pa.Array, pa.Array | None]:
-    """The texts, and their counts if any, without null and empty documents."""
+def usable(chunk: Chunk) -> tuple[pa.Array, pa.Array | None, Counter]:
+    """The texts to learn from, their counts if any, and a tally of what is special about all."""
     has_text = np.diff(text_offsets(chunk.texts)) > 0
     if chunk.texts.null_count:
         has_text &= chunk.texts.is_valid().to_numpy(zero_copy_only=False)
-    if has_text.all():
-        return chunk.texts, chunk.counts
-    has_text = pa.array(has_text)
-    return chunk.texts.filter(has_text), chunk.counts and chunk.counts.filter(has_text)
+    texts, counts = _only(has_text, chunk.texts, chunk.counts)
+    tally = Counter(skipped=len(chunk.texts) - len(texts))
+    is_wide = pa.types.is_large_binary(texts.type)
+    strings = texts.view(pa.large_string() if is_wide else pa.string())
+    try:
+        strings.validate(full=True)
+    except pa.ArrowInvalid:
+        is_utf8 = np.array([_is_utf8(text) for text in texts.to_pylist()])
+        strings, counts = _only(is_utf8, strings, counts)
+        tally["not_utf8"] = len(texts) - len(strings)
+    tally["spelling_end_of_text"] = pc.match_substring(strings, "<|endoftext|>").true_count
+    return strings, counts, tally
+
+
+def _only(
+    wanted: np.ndarray, texts: pa.Array, counts: pa.Array | None
+) -> tuple[pa.Array, pa.Array | None]:
+    if wanted.all():
+        return texts, counts
+    wanted = pa.array(wanted)
+    return texts.filter(wanted), counts and counts.filter(wanted)
+
+
+def _is_utf8(text: bytes) -> bool:
+    """Half of a surrogate pair, among others, is not, whatever it was written as."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def hashes_of(texts: pa.Array) -> list[int]:
@@ -131,10 +158,11 @@ def _join(documents: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _compare_counts(documents: list[np.ndarray], counts: pa.Array) -> Counter:
-    """How the file's own counts agree with ours; a null count is no claim."""
+    """How the file's own counts agree with ours; null, or what no document has, is no claim."""
     ours = np.array([len(document) for document in documents], np.int64)
-    theirs = np.nan_to_num(counts.to_numpy(zero_copy_only=False), nan=-1).astype(np.int64)
-    ours, theirs = ours[theirs >= 0], theirs[theirs >= 0]
+    theirs = counts.cast(pa.int64(), safe=False).fill_null(-1).to_numpy()
+    is_claim = (theirs >= 0) & (theirs < MOST_TOKENS)
+    ours, theirs = ours[is_claim], theirs[is_claim]
     return Counter(
         token_count_rows=len(ours),
         token_count_rows_differing=int((ours != theirs).sum()),

@@ -2,13 +2,11 @@
 
 import hashlib
 import os
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nanofit.data.remote import RemoteFile, find_remote, is_remote, stop_waiting, version_of
 from nanofit.terminal import InputError, first_line
 
 CHUNK_BYTES = 4 * 2**20  # of text at once: enough to be quick, little to hold
@@ -37,25 +36,25 @@ class Shard:
 
     location: str  # as given: a path or an address
     bytes: int
-    modified_ns: int | None  # when its content last changed; None for a remote file
-    touched_ns: int | None  # the same or later: a file moved to this name counts as well
+    version: int | str | None  # other for other content: a time in ns, or what an address tells
+    touched_ns: int | None  # a time of change that counts a move to this name; None if remote
     rows: int  # to use, from the first on
     group_rows: tuple[int, ...]
     group_bytes: tuple[int, ...]  # of text before compression, as far as the footer knows
     text_column: str
     has_counts: bool
+    expected_sha256: str | None
 
     @property
     def name(self) -> str:
-        path = self.location.partition("?")[0] if is_remote(self.location) else self.location
-        return path.replace(os.sep, "/").rsplit("/", 1)[-1]
+        return _name_of(self.location)
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive rows of one row group."""
 
-    texts: pa.Array
+    texts: pa.Array  # as bytes that nobody has looked at
     counts: pa.Array | None  # the file's own token counts
     is_first_of_group: bool
     end: tuple[int, int]  # the shard's index, and its first row after this chunk
@@ -66,23 +65,41 @@ class Chunk:
 
 
 def find_shards(inputs: Iterable[str]) -> list[str]:
-    """The parquet files meant by paths, folders and addresses, in a fixed order."""
+    """The parquet files meant by paths, folders and addresses."""
     locations = [location for given in inputs for location in _expand(given)]
-    repeated = [location for location, count in Counter(locations).items() if count > 1]
+    places = Counter(place if is_remote(place) else os.path.realpath(place) for place in locations)
+    repeated = [place for place, count in places.items() if count > 1]
     if repeated:
         raise InputError(f"given more than once: {', '.join(repeated[:3])}")
     return locations
 
 
-def open_shards(locations: list[str], text_column: str) -> list[Shard]:
-    """Read and check every footer; several at a time, since a remote one is mostly waiting."""
+def open_shards(locations: list[str], text_column: str, sha256: Sequence[str] = ()) -> list[Shard]:
+    """Read and check every footer; the shards in the order of their paths, however they are given.
+
+    Several at a time, since a remote one is mostly waiting. Digests are given for all or none.
+    """
+    if sha256 and len(sha256) != len(locations):
+        raise InputError(
+            f"--sha256 got {len(sha256)} digests for {len(locations)} files; give one each"
+        )
+    expected = [digest.lower() for digest in sha256] or [None] * len(locations)
+    order = sorted(range(len(locations)), key=lambda number: _path_of(locations[number]))
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda location: _open_shard(location, text_column), locations))
+        opened = [
+            pool.submit(_open_shard, locations[number], text_column, expected[number])
+            for number in order
+        ]
+        try:
+            return [shard.result() for shard in opened]
+        except KeyboardInterrupt:
+            stop_waiting()
+            raise
 
 
 def read_chunks(shard: Shard, index: int = 0, start_row: int = 0) -> Iterator[Chunk]:
     """The shard's documents from a row on, in order, a bounded number of bytes at once."""
-    with _parquet_file(shard.location) as file:
+    with _parquet_file(shard.location, shard.bytes) as file:
         for row, is_first_of_group, batch in _batches(file, shard, start_row):
             end_row = min(row + batch.num_rows, shard.rows)
             for start, end in _cut(batch.column(0), max(start_row - row, 0), end_row - row):
@@ -96,8 +113,8 @@ def read_chunks(shard: Shard, index: int = 0, start_row: int = 0) -> Iterator[Ch
 
 
 def text_offsets(texts: pa.Array) -> np.ndarray:
-    """Where each text begins and ends in the array's buffer of UTF-8."""
-    width = np.int64 if pa.types.is_large_string(texts.type) else np.int32
+    """Where each text begins and ends in the array's buffer of bytes."""
+    width = np.int64 if texts.type in (pa.large_string(), pa.large_binary()) else np.int32
     return np.frombuffer(texts.buffers()[1], width)[texts.offset : texts.offset + len(texts) + 1]
 
 
@@ -105,15 +122,15 @@ def mean_token_count(shard: Shard) -> float | None:
     """The shard's own mean number of tokens per row, from one column; None if that is not cheap."""
     if not shard.has_counts or not shard.rows or is_remote(shard.location):
         return None
-    with _parquet_file(shard.location) as file:
+    with _parquet_file(shard.location, shard.bytes) as file:
         counts = file.read(columns=[COUNT_COLUMN])[COUNT_COLUMN]
-    return float(np.nan_to_num(counts.to_numpy()).mean())
+    return float(np.nan_to_num(counts.to_numpy()).mean()) if len(counts) else None
 
 
 def sha256_of(shard: Shard) -> str:
     """The digest of the whole file."""
     digest = hashlib.sha256()
-    with _binary_file(shard.location) as file:
+    with _binary_file(shard.location, shard.bytes) as file:
         while block := file.read(READ_BUFFER_BYTES):
             digest.update(block)
     return digest.hexdigest()
@@ -122,8 +139,8 @@ def sha256_of(shard: Shard) -> str:
 class SourceDigests:
     """The SHA-256 of each shard, computed beside the encoding and held to what it must be."""
 
-    def __init__(self, shards: list[Shard], expected: list[str | None], known: dict):
-        self._shards, self._expected, self._known = shards, expected, known
+    def __init__(self, shards: list[Shard], known: dict):
+        self._shards, self._known = shards, known
         self._pool, self._running = ThreadPoolExecutor(1), {}
 
     def __enter__(self) -> "SourceDigests":
@@ -136,7 +153,7 @@ class SourceDigests:
         """Begin with a shard as it is read; with a remote one only if there is need to know."""
         if str(index) in self._known or index in self._running:
             return
-        if is_remote(self._shards[index].location) and not self._expected[index]:
+        if is_remote(self._shards[index].location) and not self._shards[index].expected_sha256:
             self._known[str(index)] = None
         else:
             self._running[index] = self._pool.submit(sha256_of, self._shards[index])
@@ -146,41 +163,46 @@ class SourceDigests:
         for index in range(len(self._shards)):
             self.start(index)
         self.check(wait=True)
+        for shard in self._shards:
+            _check_unchanged(shard)
 
     def check(self, *, wait: bool = False) -> None:
         """Record the digests that are ready, or with `wait` all; a wrong one is bad input."""
         for index, future in list(self._running.items()):  # a copy: the reader starts more
             if not wait and not future.done():
                 continue
+            shard = self._shards[index]
             digest = self._known[str(index)] = self._running.pop(index).result()
-            if digest != (self._expected[index] or digest):
+            if digest != (shard.expected_sha256 or digest):
                 raise InputError(
-                    f"{self._shards[index].location} is damaged: its SHA-256 is {digest}, "
-                    f"not {self._expected[index]}; fetch it again"
+                    f"{shard.location} is damaged: its SHA-256 is {digest}, "
+                    f"not {shard.expected_sha256}; fetch it again"
                 )
 
 
-def expected_digests(shards: list[Shard], given: list[str]) -> list[str | None]:
-    """The SHA-256 each shard must have: as given, else as known for that name and size."""
-    if given and len(given) != len(shards):
-        raise InputError(
-            f"--sha256 got {len(given)} digests for {len(shards)} files; give one each"
-        )
-    if given:
-        return [digest.lower() for digest in given]
-    return [KNOWN_SHA256.get((shard.name, shard.bytes)) for shard in shards]
-
-
-def is_remote(location: str) -> bool:
-    return "://" in location
+def _check_unchanged(shard: Shard) -> None:
+    """What is at an address is told from what was there by its size alone, as it is read."""
+    if is_remote(shard.location):
+        return
+    try:
+        now = _status(shard.location)[:2]
+    except OSError:
+        now = None
+    if now != (shard.bytes, shard.version):
+        raise InputError(f"{shard.location} changed while it was read; run the same command again")
 
 
 def _expand(given: str) -> list[str]:
     if is_remote(given):
-        return _expand_remote(given)
+        return [given] if _name_of(given).endswith(".parquet") else find_remote(given)
     path = Path(given)
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*.parquet") if not _is_hidden(p.relative_to(path)))
+        # Links to folders are not followed, so that there is no loop. Spark names folders so, too.
+        found = [
+            p
+            for p in path.rglob("*.parquet")
+            if not p.is_dir() and not _is_hidden(p.relative_to(path))
+        ]
         if not found:
             raise InputError(f"{given} is a folder without .parquet files")
         return [str(p) for p in found]
@@ -193,40 +215,50 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _expand_remote(given: str) -> list[str]:
-    if given.endswith(".parquet"):
-        return [given]
-    filesystem, path = _filesystem(given)
-    found = sorted(p for p in filesystem.find(path) if p.endswith(".parquet"))
-    if not found:
-        raise InputError(f"{given} holds no .parquet files")
-    return [filesystem.unstrip_protocol(p) for p in found]
+def _name_of(location: str) -> str:
+    """Without what an address may ask for beside its path, such as a download, or show as a key."""
+    location = location.partition("?")[0] if is_remote(location) else location
+    return location.replace(os.sep, "/").rsplit("/", 1)[-1]
 
 
-def _open_shard(location: str, text_column: str) -> Shard:
-    with _parquet_file(location) as file:
+def _path_of(location: str) -> str:
+    """The same however it is spelled."""
+    return location if is_remote(location) else os.path.abspath(location)  # noqa: PTH100
+
+
+def _open_shard(location: str, text_column: str, expected_sha256: str | None) -> Shard:
+    try:
+        bytes, version, touched_ns = _status(location)
+    except OSError as error:
+        raise InputError(f"cannot read {location}: {first_line(error)}") from error
+    with _parquet_file(location, bytes) as file:
         metadata, schema = file.metadata, file.schema_arrow
         _check_text_column(location, schema, text_column)
+        # No more than this of a group: pyarrow ends the process where a column of it is damaged.
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-        column = next(
-            index
-            for index in range(metadata.num_columns)
-            if metadata.schema.column(index).path.split(".")[0] == text_column
-        )
-        has_counts = COUNT_COLUMN in schema.names and pa.types.is_integer(
+        _check_rows(location, metadata.num_rows, [group.num_rows for group in groups])
+        has_counts = schema.names.count(COUNT_COLUMN) == 1 and pa.types.is_integer(
             schema.field(COUNT_COLUMN).type
         )
-        bytes, modified_ns, touched_ns = _status(location)
         return Shard(
             location=location,
             bytes=bytes,
-            modified_ns=modified_ns,
+            version=version,
             touched_ns=touched_ns,
             rows=metadata.num_rows,
             group_rows=tuple(group.num_rows for group in groups),
-            group_bytes=tuple(group.column(column).total_uncompressed_size for group in groups),
+            group_bytes=tuple(group.total_byte_size for group in groups),
             text_column=text_column,
             has_counts=has_counts,
+            expected_sha256=expected_sha256 or KNOWN_SHA256.get((_name_of(location), bytes)),
+        )
+
+
+def _check_rows(location: str, rows: int, group_rows: list[int]) -> None:
+    if min(group_rows, default=0) < 0 or sum(group_rows) != rows:
+        raise InputError(
+            f"{location} is damaged: its footer tells of {rows} rows in all, "
+            f"but of {sum(group_rows)} in the row groups; fetch it again"
         )
 
 
@@ -236,10 +268,12 @@ def _check_text_column(location: str, schema: pa.Schema, text_column: str) -> No
         raise InputError(
             f"{location} has no column {text_column!r}; it has {found}: choose with --text_column"
         )
+    if schema.names.count(text_column) > 1:
+        raise InputError(f"{location} has more than one column {text_column!r}; it has {found}")
     kind = schema.field(text_column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    if kind not in (pa.string(), pa.large_string(), pa.string_view()):
         raise InputError(
             f"{location}: column {text_column!r} holds {kind}, not text; the columns are {found}"
         )
@@ -265,18 +299,10 @@ def _group_batches(file: pq.ParquetFile, shard: Shard, group: int) -> Iterator[p
     bytes_per_row = max(shard.group_bytes[group] / max(shard.group_rows[group], 1), 1)
     batch_rows = min(max(round(CHUNK_BYTES / bytes_per_row), 1), CHUNK_ROWS)
     rows = 0
-    try:
+    with _damage_told(shard.location, f" in row group {group}"):
         for batch in file.iter_batches(batch_rows, [group], columns, use_threads=False):
-            batch.validate(full=True)  # among others that the text is UTF-8
             rows += batch.num_rows
-            yield _with_plain_text(batch.select(columns))
-    except (pa.ArrowException, OSError) as error:
-        if getattr(error, "errno", None):
-            raise  # the disk or the network fails, not the file
-        raise InputError(
-            f"{shard.location} is damaged in row group {group} ({first_line(error)}); "
-            "fetch it again"
-        ) from error
+            yield _with_plain_texts(batch.select(columns))
     if rows != shard.group_rows[group]:
         raise InputError(
             f"{shard.location} is damaged: row group {group} holds {rows} rows, "
@@ -284,12 +310,18 @@ def _group_batches(file: pq.ParquetFile, shard: Shard, group: int) -> Iterator[p
         )
 
 
-def _with_plain_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with its texts as UTF-8 and offsets, whatever type the file gives them."""
+def _with_plain_texts(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with its texts as bytes and sound offsets, whatever type the file gives them."""
     texts = batch.column(0)
-    if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type):
-        return batch
-    return batch.set_column(0, batch.schema.names[0], texts.cast(pa.large_string()))
+    if pa.types.is_dictionary(texts.type):
+        values = texts.dictionary.cast(pa.large_binary())
+        texts = pa.DictionaryArray.from_arrays(texts.indices, values)  # checks the indices
+    if not pa.types.is_string(texts.type):
+        texts = texts.cast(pa.large_binary())
+    texts = texts.view(pa.binary() if pa.types.is_string(texts.type) else pa.large_binary())
+    batch = batch.set_column(0, batch.schema.names[0], texts)
+    batch.validate(full=True)
+    return batch
 
 
 def _cut(texts: pa.Array, start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -303,15 +335,29 @@ def _cut(texts: pa.Array, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _parquet_file(location: str) -> Iterator[pq.ParquetFile]:
-    with _binary_file(location) as file:
+def _parquet_file(location: str, bytes: int) -> Iterator[pq.ParquetFile]:
+    with _binary_file(location, bytes) as file:
         try:
             parquet = pq.ParquetFile(
                 file, buffer_size=READ_BUFFER_BYTES, page_checksum_verification=True
             )
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
             raise InputError(_why_no_footer(location, file, error)) from error
-        yield parquet
+        with _damage_told(location):
+            yield parquet
+
+
+@contextmanager
+def _damage_told(location: str, where: str = "") -> Iterator[None]:
+    """What fails in here for lack of sense in the file is bad input."""
+    try:
+        yield
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        if getattr(error, "errno", None):
+            raise  # the disk or the network fails, not the file
+        raise InputError(
+            f"{location} is damaged{where} ({first_line(error)}); fetch it again"
+        ) from error
 
 
 def _why_no_footer(location: str, file: BinaryIO, error: Exception) -> str:
@@ -325,57 +371,20 @@ def _why_no_footer(location: str, file: BinaryIO, error: Exception) -> str:
 
 
 @contextmanager
-def _binary_file(location: str) -> Iterator[BinaryIO]:
+def _binary_file(location: str, bytes: int) -> Iterator[BinaryIO]:
     try:
-        with _open_remote(location) if is_remote(location) else pa.OSFile(location) as file:
+        with RemoteFile(location, bytes) if is_remote(location) else pa.OSFile(location) as file:
             yield file
-    except (InputError, pa.ArrowException):
+    except pa.ArrowException:
         raise
-    except Exception as error:
-        if not isinstance(error, OSError) and not is_remote(location):
-            raise
-        # Every protocol has its own kinds of errors.
+    except OSError as error:
         raise InputError(f"cannot read {location}: {first_line(error)}") from error
 
 
-def _open_remote(location: str) -> BinaryIO:
-    filesystem, path = _filesystem(location)
-    file = filesystem.open(path, "rb")
-    try:
-        file.seek(-1, os.SEEK_END)
-        file.read(1)
-        file.seek(0)
-    except ValueError:  # this server sends a file from its beginning or not at all
-        file.close()
-        return pa.OSFile(f"{_fetched(location).name}/copy")
-    return file
-
-
-@cache
-def _fetched(location: str) -> tempfile.TemporaryDirectory:
-    """A temporary folder with a copy of the file, kept while we run."""
-    folder = tempfile.TemporaryDirectory()
-    filesystem, path = _filesystem(location)
-    filesystem.get_file(path, f"{folder.name}/copy")
-    return folder
-
-
-def _filesystem(location: str):
-    try:
-        from fsspec.core import url_to_fs
-
-        return url_to_fs(location)
-    except (ImportError, ValueError) as error:
-        raise InputError(
-            f"cannot open {location}: {first_line(error)}; it may need "
-            "pip install fsspec aiohttp (http), s3fs (s3) or huggingface_hub (hf)"
-        ) from error
-
-
-def _status(location: str) -> tuple[int, int | None, int | None]:
-    """Size, and the times of `Shard`."""
+def _status(location: str) -> tuple[int, int | str | None, int | None]:
+    """Size, and the version and time of `Shard`."""
     if is_remote(location):
-        filesystem, path = _filesystem(location)
-        return filesystem.size(path), None, None
+        with RemoteFile(location) as file:
+            return file.bytes, version_of(location), None
     status = Path(location).stat()
     return status.st_size, status.st_mtime_ns, max(status.st_mtime_ns, status.st_ctime_ns)

@@ -46,6 +46,9 @@ def _read_parquet(path: Path, text_column: str) -> Text:
     # A rule by which every document is validation.
     encode = ChunkEncoder(_encoder(), reference=None, val_hash_below=HASH_RANGE)
     chunks = [encode(chunk) for chunk in read_chunks(shard)]
+    broken = sum(tally["not_utf8"] for _, tally in chunks)
+    if broken:
+        raise InputError(f"{path} holds {broken:,} documents that are not UTF-8")
     parts = [tokens["val"] for tokens, _ in chunks]
     text_bytes = sum(tally["val_text_bytes"] for _, tally in chunks)
     return Text(np.concatenate([np.empty(0, np.uint16), *parts]), text_bytes)
