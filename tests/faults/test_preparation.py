@@ -215,7 +215,7 @@ def test_a_second_writer_is_refused_by_the_name_of_the_first(tmp_path, stopped):
     assert files_of(tmp_path / "out") == undisturbed(shard, tmp_path / "whole")
 
 
-def test_the_lock_ends_with_its_process(tmp_path, stopped):
+def test_a_preparations_lock_ends_with_its_process(tmp_path, stopped):
     process, shard = stopped
     process.kill()
     process.wait()
