@@ -215,7 +215,7 @@ def test_a_bit_that_makes_an_archive_encrypted_or_packed_is_damage(field, tmp_pa
     told: list[str] = []
     found = Checkpoints(tmp_path).load(SHAPE, LEARN, say=told.append)
     assert found["iter_num"] == 4
-    assert told == [f"{path} is damaged; trying the one before it"]
+    assert told == [f"{path} is damaged, and will be kept aside; trying the one before it"]
 
 
 @pytest.mark.parametrize("script", ["train", "resume", "sample", "evaluate", "export"])
