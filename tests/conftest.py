@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +111,7 @@ def run_tiny(dataset: Path, *flags: str, out_dir: Path, ranks: int = 1):
         words = [word for word in words if not word.startswith("--max_iters=")]
     if ranks == 1:
         return processes.run_script("train.py", *words, cwd=out_dir.parent)
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-    return processes.run([*launcher, PROJECT / "train.py", *words], cwd=out_dir.parent)
+    return processes.run_ranks(ranks, "train.py", *words, cwd=out_dir.parent)
 
 
 def read_metrics(out_dir: Path, kind: str, value: str) -> dict[int, float]:

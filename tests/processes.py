@@ -5,9 +5,8 @@ one, puts its processes into sessions of their own, so that no process group hol
 a test's own process die before it has tidied up, a guard (`python -m tests.processes`) does so.
 """
 
-import multiprocessing
+import inspect
 import os
-import runpy
 import select
 import signal
 import subprocess
@@ -21,33 +20,46 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tests.zygote import SCRIPTS, Zygote
+
 PROJECT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300
+CAN_FORK = sys.platform == "linux"
 _OF_THESE_TESTS, _OF_ONE_PROCESS = "NANOFIT_TESTS", "NANOFIT_TESTED_PROCESS"
-_PRELOADED = ["train", "sample", "torch._dynamo"]
-_marks: dict[subprocess.Popen | multiprocessing.Process, str] = {}  # of those not yet ended
+_marks: dict[subprocess.Popen, str] = {}  # of those not yet ended
 _numbers = count()
+_EXECUTE_CHILD = inspect.signature(subprocess.Popen._execute_child)
+_PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 def start(
     command: Sequence[str | Path],
     *,
     env: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
     preexec_fn: Callable[[], None] | None = None,
     **options: Any,
 ) -> subprocess.Popen:
-    """Start a command that can be interrupted, and that `end_all` kills with all it started."""
+    """Start a command that can be interrupted, and that `end_all` kills with all it started.
+
+    A script of ours is forked from a process that has loaded torch, as to load it takes longer than
+    most of what is tested; not so if it wants an environment of its own. `variables` are additions
+    that nobody reads while loading.
+    """
 
     def prepare() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in whatever a shell starts with &
         if preexec_fn:
             preexec_fn()
 
+    words = list(map(str, command))
+    is_plain = env is None and preexec_fn is None and words[0] == sys.executable
+    is_forked = is_plain and words[1] in [str(PROJECT / script) for script in SCRIPTS]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     marks = _new_marks()
-    process = subprocess.Popen(
-        list(map(str, command)),
-        env={**(os.environ if env is None else env), **marks},
+    process = (_Forked if is_forked and CAN_FORK else subprocess.Popen)(
+        words,
+        env={**(os.environ if env is None else env), **(variables or {}), **marks},
         preexec_fn=prepare,
         start_new_session=True,
         **{**pipes, **options},
@@ -76,35 +88,58 @@ def run(
 def run_script(
     name: str, *words: str, cwd: Path, stdin: str = "", timeout_s: float = TIMEOUT_S
 ) -> subprocess.CompletedProcess:
-    """Run a script of the project in a process of its own, forked from one that has loaded torch.
+    """Run a script of the project to its end."""
+    return run([sys.executable, PROJECT / name, *words], cwd=cwd, stdin=stdin, timeout_s=timeout_s)
 
-    To load it takes longer than most of what is tested.
-    """
+
+def run_ranks(world: int, name: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
+    """Run a script in several processes, as torchrun does but in a fraction of its time."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    command = [sys.executable, PROJECT / name, *words]
     with tempfile.TemporaryDirectory() as folder:
-        places = [Path(folder) / stream for stream in ("stdin", "stdout", "stderr")]
-        places[0].write_text(stdin)
-        marks = _new_marks()
-        arguments = ([str(PROJECT / name), *words], cwd, {**os.environ, **marks}, places)
-        process = _fork_server().Process(target=_run_forked, args=arguments)
-        process.start()
-        _marks[process] = marks[_OF_ONE_PROCESS]
-        process.join(timeout_s)
-        assert process.exitcode is not None, f"{name} took longer than {timeout_s} s"
-        told = (place.read_text() for place in places[1:])
-        return subprocess.CompletedProcess(arguments[0], process.exitcode, *told)
+        said = [[Path(folder) / f"{rank}-{kind}" for kind in "oe"] for rank in range(world)]
+        ranks = [
+            _start_rank(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd, files)
+            for rank, files in enumerate(said)
+        ]
+        wait_for(lambda: any(one.poll() for one in ranks) or _have_ended(ranks), TIMEOUT_S)
+        code = next((one.returncode for one in ranks if one.returncode), 0)
+        for one in ranks:  # of which some wait for the one that failed
+            if code:
+                one.terminate()
+            one.wait(TIMEOUT_S)
+        told = ("".join(files[kind].read_text() for files in said) for kind in (0, 1))
+        return subprocess.CompletedProcess(command, code, *told)
 
 
-def end(process: subprocess.Popen | multiprocessing.Process) -> None:
+def _start_rank(
+    command: Sequence[str | Path], variables: dict[str, str], cwd: Path, files: Sequence[Path]
+) -> subprocess.Popen:
+    with files[0].open("w") as stdout, files[1].open("w") as stderr:
+        return start(command, cwd=cwd, variables=variables, stdout=stdout, stderr=stderr)
+
+
+def _have_ended(processes: Sequence[subprocess.Popen]) -> bool:
+    return all(one.poll() is not None for one in processes)
+
+
+def end(process: subprocess.Popen) -> None:
     """Kill a process and all that it started, whatever state they are in."""
     process.kill()
     _kill_marked(_OF_ONE_PROCESS, _marks.pop(process))
-    if isinstance(process, subprocess.Popen):
-        process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe:
-                pipe.close()
-    else:
-        process.join()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe:
+            pipe.close()
 
 
 def end_all() -> None:
@@ -148,30 +183,38 @@ def _new_marks() -> dict[str, str]:
     return {_OF_THESE_TESTS: guarded(), _OF_ONE_PROCESS: f"{guarded()}.{next(_numbers)}"}
 
 
-def _fork_server():
+class _Forked(subprocess.Popen):
+    """A process that the zygote has forked: it alone can wait for it."""
+
+    def _execute_child(self, *settings: Any) -> None:
+        given = _EXECUTE_CHILD.bind(self, *settings).arguments
+        cwd, env = str(given["cwd"] or Path.cwd()), given["env"]
+        with Path(os.devnull).open("r+b") as nothing:
+            streams = [given[end] for end in ("p2cread", "c2pwrite", "errwrite")]
+            streams = [nothing.fileno() if one == -1 else one for one in streams]
+            self.pid = _zygote().fork(given["args"][1:], cwd, env, streams)
+        self._child_created = True
+        self._close_pipe_fds(*(given[end] for end in _PIPE_ENDS))
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        while (status := _zygote().status(self.pid)) is None:
+            if wait_flags == os.WNOHANG:
+                return 0, 0
+            time.sleep(0.001)
+        return self.pid, status
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid == self.pid:
+                self._handle_exitstatus(status)
+        return self.returncode
+
+
+@cache
+def _zygote() -> Zygote:
     guarded()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
-
-
-def _run_forked(
-    words: list[str], cwd: Path, environment: dict[str, str], places: list[Path]
-) -> None:
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-    flags = (os.O_RDONLY, *2 * [os.O_WRONLY | os.O_CREAT])
-    for number, (place, flag) in enumerate(zip(places, flags, strict=True)):
-        os.dup2(os.open(place, flag), number)
-    sys.stdin, sys.stdout, sys.stderr = (
-        open(number, mode, closefd=False)  # noqa: SIM115
-        for number, mode in enumerate("rww")
-    )
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
+    return Zygote(subprocess.Popen)
 
 
 def _kill_marked(name: str, value: str, within_s: float = 30) -> None:
