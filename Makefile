@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test test-all test-card run-test-card fuzz soak audit lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-startup bench-autofit bench-prepare bench-prepare-large clean
+.PHONY: help demo test test-all test-card run-test-card fuzz soak audit lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-report bench-startup bench-autofit bench-prepare bench-prepare-large pictures clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -46,8 +46,10 @@ demo: .venv/installed  ## make a sample shard, prepare it, plan, fit, train a sm
 test: lint  ## check the style, run the tests but for the slow ones: minutes
 test-all: lint  ## check the style, run all tests that need no card
 test: TESTS := -m "not slow"
+test-all: WORKERS := -n 3  # slow tests wait more than they compute
+test: WORKERS := -n auto --maxprocesses=4
 test test-all:
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --ignore=tests/card $(TESTS)
+	$(BIN)/python -m pytest $(WORKERS) --ignore=tests/card $(TESTS)
 
 # Needs Linux on x86-64 and gcc; elsewhere there is nothing to run.
 test-card: .venv/installed-dev  ## run every CUDA line, on a card without a GPU (installs 5 GB)
@@ -107,6 +109,9 @@ bench-recipe: .venv/installed-extras  ## tokens that a recipe needs, ours agains
 bench-muon: .venv/installed  ## Muon's update, batched against torch's, and its share of a step
 	$(BIN)/python bench/muon.py
 
+bench-report: .venv/installed-dev  ## the page of a run of 250,000 steps: to write, to send, to open
+	$(BIN)/python bench/report.py
+
 bench-startup: .venv/installed  ## how long one waits for --help, for a plan, for the demo's first step
 	$(BIN)/python bench/startup.py
 
@@ -118,6 +123,9 @@ bench-prepare: .venv/installed-extras  ## prepare SHARD=..., ours against nanoGP
 
 bench-prepare-large: .venv/installed  ## peak memory on shards that are hard to hold
 	$(BIN)/python bench/prepare_large.py
+
+pictures: .venv/installed-dev  ## the README's pictures, of the report of make demo and of --explain; needs chromium
+	$(BIN)/python docs/pictures.py
 
 clean:  ## remove what make demo made, but not the installed packages
 	rm -rf out-demo data/sample/*.bin data/sample/*.parquet data/sample/meta.json

@@ -38,6 +38,7 @@ COLUMNS = {  # titles and decimals
 }
 DIFFERENCES = ("loss_difference", "acc_norm_difference")
 ENDLESS = 10_000
+ENDLESS_VALUE = 1e9  # of which nobody wants to read all digits
 APART = {  # flags, and others that would be another task
     "text": {"dataset", "hellaswag", "as_in_run"},
     "hellaswag": {"dataset", "as_in_run"},
@@ -152,7 +153,8 @@ def _cell(row: dict[str, Any], name: str) -> str:
     if value is None:
         return ""
     _, decimals = COLUMNS.get(name, ("", 4))
-    return f"{value:,.{decimals}f}" + (f" ±{error:.{decimals}f}" if error is not None else "")
+    shown = f"{value:,.{decimals}f}" if value < ENDLESS_VALUE else f"{value:.3g}"
+    return shown + (f" ±{error:.{decimals}f}" if error is not None else "")
 
 
 def _with_numbers(row: dict[str, Any]) -> dict[str, Any]:

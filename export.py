@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanofit.terminal import run_script
+from nanofit.terminal import FlagParser, run_script
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,9 +24,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser(usage="python export.py OUT_DIR HF_DIR [options]", description=__doc__)
     add = parser.add_argument
     add("out_dir", help="folder of a run; its best checkpoint is used")
     add("hf_dir", help="folder to write")

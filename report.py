@@ -48,8 +48,9 @@ def _write(asked: argparse.Namespace) -> None:
     except ImportError:
         say("no picture beside it: pip install 'matplotlib>=3.10,<4' would draw one")
     except OSError as error:
+        place = error.filename2 or error.filename or path
         raise InputError(
-            f"{path} cannot be written ({error.strerror}); name another place with --out FILE.html"
+            f"{place} cannot be written ({error.strerror}); name another place with --out FILE.html"
         ) from error
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanofit.terminal import InputError, run_script
+from nanofit.terminal import FlagParser, InputError, run_script
 
 OPTIONS = "device dtype max_new_tokens temperature top_k top_p repetition_penalty".split()
 
@@ -31,9 +31,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser(usage="python sample.py [--out_dir=FOLDER] [options]", description=__doc__)
     add = parser.add_argument
     add("--out_dir", default="out", help="folder of a run; its best checkpoint is used")
     add("--checkpoint", help="a checkpoint file or Hugging Face folder instead")
@@ -43,7 +41,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--max_new_tokens", type=_at_least(1, int), default=200)
     add("--temperature", type=_at_least(0, float), default=0.8, help="0 takes the likeliest token")
     add("--top_k", type=_at_least(1, int), default=200, help="draw from the k likeliest")
-    add("--top_p", type=_at_least(0, float), help="draw from the likeliest up to this sum")
+    add("--top_p", type=_share, help="draw from the likeliest up to this sum, of 1")
     add(
         "--repetition_penalty",
         type=_at_least(0.01, float),
@@ -71,6 +69,13 @@ def _at_least(least: int, kind: type):
     return parse
 
 
+def _share(text: str) -> float:
+    value = _at_least(0, float)(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} is more than 1, which is all of them")
+    return value
+
+
 def _find_checkpoint(args: argparse.Namespace) -> Path:
     if args.checkpoint:
         return Path(args.checkpoint)
@@ -81,6 +86,7 @@ def _find_checkpoint(args: argparse.Namespace) -> Path:
 
 def _read_prompt(start: str) -> str:
     if start == "-":
+        sys.stdin.reconfigure(errors="replace")
         return sys.stdin.read().rstrip("\n")
     if start.startswith("FILE:"):
         path = Path(start.removeprefix("FILE:"))

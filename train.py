@@ -79,7 +79,7 @@ def carry_on(launch: Launch, progress: Progress, requests: Requests) -> bool:
         stages = launch.begin_stages(progress, log.event)
         while True:
             step, stopping = progress.step, ranks.any(requests.is_end_asked)
-            ending = stopping or step == launch.learn.max_iters
+            ending = stopping or step >= launch.learn.max_iters
             progress = replace(progress, seconds=log.seconds, **stages.reached)
             tell_saves(launch, log)
             if ranks.any(log.diverged(look=ending or is_kept(step, launch.learn, run))):

@@ -80,6 +80,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nanogpt", type=Path, help="nanoGPT's model.py; else ours alone")
     for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--deterministic", action="store_true", help="ours, and so as well")
     parser.add_argument("--names", type=Path, help="write each kernel's launches here")
     parser.add_argument("--count", help=argparse.SUPPRESS)  # in the process on the card
     return parser.parse_args(argv)
@@ -90,6 +91,8 @@ def _ways(options: argparse.Namespace) -> Iterator[str]:
         if options.nanogpt:
             yield f"nanoGPT's, {stage}"
         yield f"ours, {stage}"
+        if options.deterministic:
+            yield f"ours with deterministic=True, {stage}"
 
 
 def _row(way: str, count: Count) -> str:
@@ -122,8 +125,10 @@ def _count(options: argparse.Namespace) -> dict:
     # Inductor notes the bytes of a kernel where it may be asked to benchmark it.
     torch._inductor.config.benchmark_kernel = True
     whose, stage = options.count.split(", ")
-    make = _nanogpts_step if whose == "nanoGPT's" else _our_step
-    step = make(options, stage == "compiled")
+    if whose == "nanoGPT's":
+        step = _nanogpts_step(options, stage == "compiled")
+    else:
+        step = _our_step(options, stage == "compiled", deterministic="deterministic" in whose)
     for _ in range(2):  # compiles; makes the optimiser's state
         step(PASSES)
     torch.cuda.reset_peak_memory_stats()
@@ -141,7 +146,9 @@ def _count(options: argparse.Namespace) -> dict:
     }
 
 
-def _our_step(options: argparse.Namespace, compiled: bool) -> Callable[[int], None]:
+def _our_step(
+    options: argparse.Namespace, compiled: bool, *, deterministic: bool
+) -> Callable[[int], None]:
     from model import GPT
     from nanofit.data.loader import MicroBatch
     from nanofit.learning.compiler import compile_in_place
@@ -152,7 +159,7 @@ def _our_step(options: argparse.Namespace, compiled: bool) -> Callable[[int], No
     from nanofit.settings.config import TrainConfig
     from nanofit.settings.shape import GPTConfig
 
-    device = describe_device("cuda", "bfloat16")
+    device = describe_device("cuda", "bfloat16", deterministic=deterministic)
     device.enter_thread()
     model = GPT(GPTConfig(**_shape(options))).to(device.torch_device)
     optimizer, scaler = build_optimizer(model, TrainConfig()), device.grad_scaler()

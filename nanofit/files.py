@@ -1,5 +1,6 @@
 """Files and folders that are either whole or absent."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -69,6 +70,15 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def link_or_copy(path: Path, other: Path) -> None:
+    """Give a file a second name; where the file system has no links, a second file."""
+    try:
+        other.hardlink_to(path)
+    except OSError:
+        with atomic_write(other) as temporary:
+            shutil.copyfile(path, temporary)
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
     if os.name == "nt" and path.is_dir():
@@ -76,5 +86,8 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some file systems of clouds and cameras cannot do so for a folder
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)

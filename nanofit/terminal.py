@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import errno
 import os
 import re
 import shutil
@@ -59,6 +60,11 @@ def _outcome(main: Callable[[Sequence[str]], int | None]) -> int:
         if not error.is_told:
             say_error(error)
         return 2
+    except PermissionError as error:  # of a folder that one may not even look into
+        if error.filename is None:
+            raise
+        say_error(InputError(f"{error.filename}: no permission; give another place, or chmod it"))
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -106,9 +112,9 @@ def _open_closed_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -180,6 +186,8 @@ class Progress:
 
     def update(self, done: int, note: str = "") -> None:
         """Tell how much is done; `note` is what else is worth seeing now."""
+        if done < self._first:  # the job has gone back
+            self._first, self._started = done, time.monotonic()
         self.done, self.note = done, note or self.note
         if self._live is None and time.monotonic() >= self._next_line and done < self.total:
             self._next_line = time.monotonic() + self.every_s
@@ -192,8 +200,8 @@ class Progress:
             shown.highlight_regex(rf"(?<![\w.])(?<!step ){re.escape(word)}(?!\w)", "bold")
         try:
             self._console.print(shown)
-        except OSError:  # the log file's disk is full, or the terminal is gone: the job goes on
-            self._console.quiet = True
+        except OSError as error:  # the job goes on
+            self._console.quiet = not is_disk_full(error)
 
     def restart_clock(self) -> None:
         """Leave what was done so far out of the speed: it was another one."""
@@ -227,6 +235,11 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         discard_output()
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether what was to be told will be, with what comes next, once there is room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def discard_output() -> None:

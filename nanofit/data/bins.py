@@ -5,6 +5,7 @@ import json
 import os
 import zlib
 from collections import Counter
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,6 +92,8 @@ class BinWriter:
     def name_bins(self) -> None:
         """Give the bins their final names, all or, after a kill and a rerun, the rest of them."""
         self.commit(is_complete=True)
+        for file in self._files.values():
+            file.close()  # Windows names no file anew that is open
         for split in SPLITS:
             self._partial(split).replace(self._folder / f"{split}.bin")
 
@@ -122,7 +125,8 @@ class BinWriter:
         for split in SPLITS:
             path, bytes = self._partial(split), 2 * journal["tally"].get(f"{split}_tokens", 0)
             if journal["is_complete"] and not path.exists():  # killed after it got its final name
-                (self._folder / f"{split}.bin").replace(path)
+                with suppress(FileNotFoundError):  # told below
+                    (self._folder / f"{split}.bin").replace(path)
             if not path.exists() or path.stat().st_size < bytes:
                 return f"{path.name} is shorter than recorded"
             hashes[split] = _hash_of(path, bytes)

@@ -53,6 +53,11 @@ def gpt2() -> tiktoken.Encoding:
     )
 
 
+def encoded(text: str) -> list[int]:
+    """The tokens of a prompt, in which <|endoftext|> may stand for the end of a document."""
+    return gpt2().encode(text, allowed_special="all")
+
+
 @cache
 def reference_encoder() -> Encoder:
     """Encode with tiktoken; text that spells a special token stays text."""

@@ -83,7 +83,7 @@ class Corpus:
         """What follows from the loss; bits per byte where the text's bytes are known."""
         loss = estimates["loss"].value
         figures = {"tokens": int(estimates["loss"].weights.sum())}
-        figures["perplexity"] = math.exp(min(loss, 700.0))  # of more there is no such number
+        figures["perplexity"] = math.exp(loss) if loss < 700 else math.inf
         if self.text_bytes:
             figures["bits_per_byte"] = loss / math.log(2) * len(self.tokens) / self.text_bytes
         return figures

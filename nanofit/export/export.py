@@ -21,7 +21,6 @@ from nanofit.export.load_back import difference, transformers_version
 from nanofit.export.tokenizer_files import as_json, tokenizer_files
 from nanofit.files import atomic_folder
 from nanofit.report.history import History, read_history
-from nanofit.run.checkpoint import is_damaged
 from nanofit.settings.config import flatten
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, Progress, compact, first_line
@@ -73,8 +72,6 @@ def _check_target(folder: Path, overwrite: bool) -> None:
 
 def _read(checkpoint: Path, dtype: str) -> tuple[dict[str, Any], GPT]:
     """What a checkpoint tells, and its model with weights that `dtype` can hold."""
-    if is_damaged(checkpoint):
-        raise InputError(f"{checkpoint} is damaged; name another one with --checkpoint=...")
     saved = read_checkpoint(checkpoint)
     model = GPT.from_checkpoint(checkpoint, dropout=saved["model_args"].get("dropout", 0.0)).eval()
     for name, parameter in model.named_parameters():

@@ -151,6 +151,8 @@ def find_fit(
         fit = fitter.fit(given)
     return replace(
         fit,
+        # 8 bits take less than 32: who has room for these has room for those.
+        savers=replace(fit.savers, optimizer_bits=ranks.least(fit.savers.optimizer_bits)),
         eager=replace(fit.eager, size=ranks.least(fit.eager.size)),
         compiled=_least_of_all(fit.compiled, ranks),
     )

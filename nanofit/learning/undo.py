@@ -22,7 +22,9 @@ class UpdateUndo:
         self._copies: list[tuple[Tensor, Tensor]] | None = None
         self._known: set[Tensor] = set()  # parameters that had moments
         self._options: list[dict[str, Any]] = []
-        optimizer.register_step_pre_hook(self._remember)
+        hook = optimizer.register_step_pre_hook(self._remember)
+        # Before those of others, which may change what is to be remembered.
+        optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
 
     @torch.no_grad()
     def undo(self) -> bool:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from nanofit.terminal import InputError, discard_output, first_line, folded, say_error
+from nanofit.terminal import (
+    InputError,
+    discard_output,
+    first_line,
+    folded,
+    is_disk_full,
+    say_error,
+)
 
 
 class OtherProcessFailed(InputError):
@@ -35,7 +42,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    store: dist.Store | None = None  # which torchrun keeps, whatever becomes of the processes
+    store: "dist.Store | None" = None  # which torchrun keeps, whatever becomes of the processes
 
     @property
     def is_main(self) -> bool:
@@ -46,8 +53,9 @@ class Ranks:
         if self.is_main:
             try:
                 print(folded(text), flush=True)
-            except OSError:  # a pipe without a reader, a terminal that is gone
-                discard_output()
+            except OSError as error:
+                if not is_disk_full(error):  # but a pipe without a reader, a terminal that is gone
+                    discard_output()
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Add up each tensor over all processes, in place."""
@@ -150,11 +158,16 @@ def start_ranks(backend: str = "auto", *, timeout_s: float = 1800.0) -> Iterator
     # Flags travel as CPU tensors, over gloo, so that asking never waits for the device.
     backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    except (ValueError, RuntimeError) as error:
+        raise InputError(
+            f"the processes cannot meet ({first_line(error)}); start them by torchrun"
+        ) from error
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # Before a restart on one machine torchrun keeps its store: with addresses of the dead.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    ranks = Ranks(rank, world, int(os.environ["LOCAL_RANK"]), store)
+    ranks = Ranks(rank, world, int(os.environ.get("LOCAL_RANK", rank)), store)
     with ranks._together():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     try:

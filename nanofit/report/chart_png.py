@@ -38,7 +38,7 @@ def save_png(report: dict[str, Any], path: Path) -> None:
     lines = list(_lines(report["runs"]))
     for line in lines:
         axes.plot(line.tokens, line.losses, **line.style)
-    if first["steps"] > LONG_RUN:
+    if lines and first["steps"] > LONG_RUN:
         _fit_the_end(axes, lines)
     _draw_band(axes, first["curve"])
     _draw_marks(axes, first["marks"])

@@ -163,8 +163,8 @@ def _add(history: History, record: Record) -> bool:
     kind, step = record["kind"], record["step"]
     if kind == "run" or (kind == "event" and record["name"] in WENT_BACK):
         history.steps.forget_from(step)
-        for records in (history.evaluations, history.samples):
-            records[:] = [one for one in records if one["step"] < step]
+        for records in (history.evaluations, history.samples):  # at a step it has not been learned
+            records[:] = [one for one in records if one["step"] <= step]
     if kind == "step":
         history.steps.add(record)
         return True
@@ -172,7 +172,20 @@ def _add(history: History, record: Record) -> bool:
         record = record | {name: record[name][:LONGEST_SAMPLE] for name in ("prompt", "text")}
     lists = {"eval": history.evaluations, "sample": history.samples}
     records = history.story if kind in ("run", "event") else lists.get(kind, [])
+    if kind in lists and _takes_place(record, records):
+        return True
     if len(records) < _MOST_RECORDS:
         records.append(record)
         return True
+    return False
+
+
+def _takes_place(record: Record, records: list[Record]) -> bool:
+    """Whether this was told before, and now counts instead; as after a resume."""
+    for place in reversed(range(len(records))):
+        if records[place]["step"] != record["step"]:
+            return False
+        if records[place].get("prompt") == record.get("prompt"):
+            records[place] = record
+            return True
     return False

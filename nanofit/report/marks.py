@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from nanofit.report.history import History, Record
-from nanofit.run.words import is_warning, sentence
+from nanofit.run.words import details_of, is_warning, sentence
 from nanofit.terminal import redacted
 
 MOST_MARKS = 200  # more are told together
@@ -25,7 +25,6 @@ KINDS = {  # of events; what is not named here is "other"
     "stopped": "launch",
 }
 UNMARKED = {"started", "finished", "saved", "stage measured"}
-COMMON = {"kind", "step", "tokens", "seconds", "name"}  # of events; the rest are details
 
 
 class Mark(NamedTuple):
@@ -49,10 +48,6 @@ def marks_of(history: History) -> list[Mark]:
     for mark in marks:
         groups.setdefault(mark.tokens // width, []).append(mark)
     return [_together(group) for group in groups.values()]
-
-
-def details_of(event: Record) -> dict[str, Any]:
-    return {name: value for name, value in event.items() if name not in COMMON}
 
 
 def shortened(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Runs -> all that their report says, in plain values: texts, tables and columns to draw."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,16 @@ def _notes(history: History, drawn: int) -> Iterator[str]:
 
 
 def _samples(history: History) -> list[dict[str, Any]]:
-    """Of many samples some from beginning to end."""
+    """Of many samples some from beginning to end, each time of all prompts."""
+    steps = sorted({sample["step"] for sample in history.samples})
+    prompts = max(Counter(sample["step"] for sample in history.samples).values(), default=1)
+    shown = set(some_of(steps, max(MOST_SAMPLES // prompts, 2)))
     return [
         {
             "told": told_place(sample),
             "prompt": sample["prompt"],
             "text": sample["text"],
         }
-        for sample in some_of(history.samples, MOST_SAMPLES)
+        for sample in history.samples
+        if sample["step"] in shown
     ]

@@ -35,10 +35,10 @@ def evaluation_sheet(history: History) -> dict[str, Any]:
     )
 
 
-def some_of(records: Sequence[Record], most: int) -> list[Record]:
-    """So many of the records, from first to last."""
-    places = np.linspace(0, len(records) - 1, min(len(records), most)).round()
-    return [records[int(place)] for place in places]
+def some_of(values: Sequence[Any], most: int) -> list[Any]:
+    """So many of them, from first to last."""
+    places = np.linspace(0, len(values) - 1, min(len(values), most)).round()
+    return [values[int(place)] for place in places]
 
 
 def told_place(record: Record) -> tuple[str, str, str]:

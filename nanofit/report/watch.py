@@ -1,10 +1,12 @@
 """Serves a report to the browser of this machine, and makes it anew as the run goes on."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 from nanofit.terminal import InputError
@@ -38,14 +40,22 @@ class Latest:
 def serve(latest: Latest, port: int, began: Callable[[str], None]) -> None:
     """Serve until Ctrl-C; port 0 takes a free one, and `began` is told the address."""
     try:
-        server = ThreadingHTTPServer((HOST, port), _handler_of(latest))
+        server = _Server((HOST, port), _handler_of(latest))
     except (OSError, OverflowError) as error:
         raise InputError(f"port {port} cannot be used ({error}); leave --port out") from error
-    server.daemon_threads = True
     with server:
         began(f"http://{HOST}:{server.server_port}/")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *request: Any) -> None:
+        """A reader who leaves before the answer, or asks nonsense, is no news."""
+        if not isinstance(sys.exception(), ConnectionError | ValueError):
+            super().handle_error(*request)
 
 
 def _handler_of(latest: Latest) -> type[BaseHTTPRequestHandler]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model import GPT
-from nanofit.files import atomic_write, without_links
+from nanofit.files import atomic_write, link_or_copy, without_links
 from nanofit.learning.optim import lr_at, same_lr_until
 from nanofit.machine.memory import is_out_of_memory
 from nanofit.settings.config import ENDLESS, TrainConfig, flatten, sound
@@ -120,7 +120,7 @@ class Checkpoints:
         with atomic_write(path) as temporary, temporary.open("wb") as file:
             torch.save(content, file)
         if not numbered.exists():
-            numbered.hardlink_to(path)
+            link_or_copy(path, numbered)
         for old in self.newest_first()[self.keep :]:
             old.unlink()
         return path
@@ -160,25 +160,27 @@ class Checkpoints:
 
 def best_checkpoint(folder: Path) -> Path:
     """The checkpoint of a run that is worth most: its best, else its newest, else nanoGPT's."""
+    if folder.is_file():
+        raise InputError(f"{folder} is a file, no run's folder; give it as --checkpoint={folder}")
     for path in (folder / BEST, *Checkpoints(folder).newest_first(), folder / "ckpt.pt"):
         if path.exists():
             return path
     raise InputError(f"no checkpoint in {folder}; train first, or give a checkpoint file itself")
 
 
-def is_damaged(path: Path) -> bool:
-    """Whether what is read differs from what was written; torch.load checks no CRC."""
+def _is_plain(path: Path) -> bool:
+    """Whether it may be a checkpoint; a flipped bit may make it packed, or encrypted."""
     try:
         file = path.open("rb")
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror})") from error
     try:
         with file, zipfile.ZipFile(file) as archive:
-            return not is_stored(archive) or archive.testzip() is not None
+            return is_stored(archive)
     except MemoryError:
         raise
-    except Exception:  # a flipped bit makes it packed, encrypted, or begin before the file does
-        return True
+    except Exception:  # or it begins before the file does
+        return False
 
 
 def pack(
@@ -340,7 +342,7 @@ def _step_within(path: Path) -> float:
 
 def _read_whole(path: Path) -> dict[str, Any] | None:
     """A checkpoint's content; None if the file is damaged."""
-    if is_damaged(path):
+    if not _is_plain(path):
         return None
     try:
         content = read_checkpoint(path, mmap=False)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +40,7 @@ from nanofit.terminal import InputError, compact
 from nanofit.weights import without_compile_prefix
 
 DATA_CHANGED = "data changed"
+LOOK_S = 0.2  # between looks at a preparation
 
 
 class Learner(NamedTuple):
@@ -204,9 +206,11 @@ def launch(settings: Settings, ranks: Ranks) -> tuple[Launch, Progress] | None:
     device = describe_device(
         run.device, run.dtype, local_rank=ranks.local_rank, deterministic=run.deterministic
     )
+    _check_alike(device, settings.learn, ranks)
     _prepare_if_needed(run.data_dir, ranks)
     checkpoints = Checkpoints(Path(run.out_dir), run.keep_checkpoints)
     saved = _find_saved(checkpoints, settings, ranks)
+    _check_same_folder(saved, run, ranks)
     settings = settings._replace(learn=checkpoint.with_length(saved, settings.learn))
     model = build_model(settings, saved)
     used = settings._replace(shape=model.config)  # weights may come with another
@@ -246,12 +250,9 @@ def _is_complete(saved: dict[str, Any], settings: Settings) -> bool:
 def _put_back(saved: dict[str, Any], launched: Launch) -> Progress:
     """Give the learner what it had learned."""
     progress = checkpoint.unpack(saved, *launched.learner)
-    if not launched.ranks.agree(progress.step):
-        raise InputError(
-            f"the processes found different checkpoints in {launched.run.out_dir}; "
-            "it must be a folder that all machines see"
-        )
-    if "val" in launched.changes.get(DATA_CHANGED, ()):
+    before = saved["config"].get("eval_iters", 0) * saved["config"].get("batch_size", 0)
+    now = launched.run.eval_iters * launched.learn.batch_size
+    if "val" in launched.changes.get(DATA_CHANGED, ()) or before != now:
         progress = replace(progress, best_val_loss=float("inf"))  # on other text it tells nothing
     return progress
 
@@ -328,15 +329,29 @@ def build_model(settings: Settings, saved: dict[str, Any] | None = None) -> GPT:
     return model
 
 
+def _check_alike(device: Device, learn: TrainConfig, ranks: Ranks) -> None:
+    """Refuse processes that would compute in different precisions, and drift apart."""
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    used = [device.dtype, *([device.product_dtype] if learn.optimizer == "muon" else [])]
+    if not all(ranks.agree(kinds.index(dtype)) for dtype in used):
+        raise InputError(
+            "the processes' cards differ in the precision they have; give one that all of them "
+            "have, such as --dtype=float16, with --optimizer=adamw, or take cards of one generation"
+        )
+
+
 def _prepare_if_needed(folder: Path, ranks: Ranks) -> None:
     """Make the bins of a folder where the user only put parquet files."""
     has_bins = (folder / "train.bin").exists() or (folder / "meta.json").exists()
+    preparing = None
     if ranks.is_main and not has_bins and any(folder.glob("*.parquet")):
         ranks.say(f"{folder} holds parquet files but no bins; preparing them first")
-        script = PROJECT / "prepare_fineweb.py"
-        if subprocess.run([sys.executable, script, folder, "--out", folder]).returncode:
-            raise InputError(f"{folder} could not be prepared, for the reason above")
-    ranks.wait()
+        words = [sys.executable, PROJECT / "prepare_fineweb.py", folder, "--out", folder]
+        preparing = subprocess.Popen(words)
+    while ranks.any(preparing is not None and preparing.poll() is None):
+        time.sleep(LOOK_S)  # and all hear of each other, so that none is thought to hang
+    if preparing is not None and preparing.returncode:
+        raise InputError(f"{folder} could not be prepared, for the reason above")
 
 
 def _find_saved(
@@ -356,6 +371,14 @@ def _find_saved(
             raise InputError(f"no checkpoint in {run.out_dir} to resume from")
         return None
     return checkpoints.load(shape, learn, ranks.say)
+
+
+def _check_same_folder(saved: dict[str, Any] | None, run: RunConfig, ranks: Ranks) -> None:
+    if not ranks.agree(saved["iter_num"] if saved else -1):
+        raise InputError(
+            f"the processes found different checkpoints in {run.out_dir}; it must be a folder "
+            "that all machines see"
+        )
 
 
 def _open_data(settings: Settings, device: Device) -> tuple[TrainSequences, ValSequences]:

@@ -222,7 +222,7 @@ class Log:
     def event(self, step: int, name: str, **details: Any) -> None:
         """Something happened that explains the curve or the speed."""
         self._write("event", step, step, {"name": name, **details})
-        if told := sentence(name, details):
+        if self._is_main and (told := sentence(name, details)):
             bold = changed_numbers(self._last_told.get(name, told), told)
             self.tell(step, told, is_warning=is_warning(name, details), bold=bold)
             self._last_told[name] = told

@@ -65,8 +65,8 @@ def settle(launch: Launch, log: Log) -> None:
     tell_saves(launch, log)
     if (failed := launch.saver.failed_step) is not None:
         raise InputError(
-            f"step {failed} could not be saved in {launch.run.out_dir}, for the reason above; free "
-            "some space, and the run continues from the checkpoint before"
+            f"step {failed} could not be saved in {launch.run.out_dir}, for the reason above; put "
+            "that right, and the run continues from the checkpoint before"
         )
 
 
@@ -82,10 +82,11 @@ def review(launch: Launch, log: Log, progress: Progress, val_loss: float) -> Pro
 def recover(launch: Launch, log: Log, diverged: Progress) -> Progress:
     """Go back to the last good checkpoint and on past the data that led astray, or stop there."""
     _settle_for_all(launch, log)
-    log.event(diverged.step, "diverged", reason=log.divergence)
+    reason = log.divergence or "the run diverged"  # at which the main process alone looks
+    log.event(diverged.step, "diverged", reason=reason)
     good = next(iter(launch.checkpoints.newest_first()), None)
     kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
-    stopped = f"{log.divergence} by step {diverged.step}; {kept}"
+    stopped = f"{reason} by step {diverged.step}; {kept}"
     if launch.run.on_spike != "rollback" or good is None:
         raise InputError(
             f"{stopped}; continue with --on_spike=rollback or skip, or start again with a lower "

@@ -75,7 +75,8 @@ class Saver:
 
     def outcomes(self) -> list[Saved]:
         """What has come of saves since the last look; each failure once."""
-        if self._open and not self._is_writing() and time.monotonic() >= self._retry_at:
+        is_kept = any(one.content is not None for one in list(self._open.values()))
+        if is_kept and not self._is_writing() and time.monotonic() >= self._retry_at:
             self._start()
         told, self._outcomes = self._outcomes, []
         return told

@@ -82,7 +82,8 @@ class SkipWatch:
 
     def look(self, loss: Tensor, grad_norm: Tensor) -> Sight:
         _, skipped, in_a_row = self._memory().tolist()
-        new, self._told = int(skipped) - self._told, int(skipped)
+        # Fewer than were told are those of a state that was gone back to.
+        new, self._told = max(int(skipped) - self._told, 0), int(skipped)
         if in_a_row >= HOPELESS_SKIPS:
             return Sight(f"{in_a_row:.0f} updates in a row had to be skipped", skipped=new)
         return Sight(None, skipped=new)

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from nanofit.files import PROJECT, atomic_write
-from nanofit.run.words import sentence
+from nanofit.run.words import OF_ALL_EVENTS, details_of, sentence
 from nanofit.settings.config import RunConfig
 from nanofit.terminal import first_line
 
 REPORT = "report.html"
 MOST_WAITING = 10_000  # records: a tracker that is so far behind hangs
 CLOSE_S = 60.0  # for what has to be sent in the end
-OF_ALL = ("kind", "step", "tokens", "seconds", "name")  # that every event has
 
 Record = dict[str, Any]
 
@@ -215,14 +214,14 @@ def _numbers(record: Record) -> dict[str, float]:
     if record["kind"] != "event":
         return own
     return {
-        name if name in OF_ALL else f"{record['name']}/{name}": value for name, value in own.items()
+        name if name in OF_ALL_EVENTS else f"{record['name']}/{name}": value
+        for name, value in own.items()
     }
 
 
 def _texts(record: Record) -> Iterator[tuple[str, str]]:
     if record["kind"] == "event":
-        details = {name: value for name, value in record.items() if name not in OF_ALL}
-        told = sentence(record["name"], details)
+        told = sentence(record["name"], details_of(record))
         yield "event", told or record["name"]
     if record["kind"] == "sample":
         yield "sample", record["prompt"] + record["text"]

@@ -21,7 +21,13 @@ WARNINGS = {
 }
 BEGINNINGS = ("the run begins", "resumed")  # reasons of a first stage, told by the event before it
 EXPECTED = ("compiled in ", "memory was quiet")  # how reasons begin that are no trouble
+OF_ALL_EVENTS = ("kind", "step", "tokens", "seconds", "name")
 NUMBER = re.compile(r"(?<![\w.])\d+(?:[.,]\d+)*[kMB]?(?!\w)")
+
+
+def details_of(event: dict[str, Any]) -> dict[str, Any]:
+    """What a record of an event tells beside its name and place."""
+    return {name: value for name, value in event.items() if name not in OF_ALL_EVENTS}
 
 
 def sentence(name: str, details: dict[str, Any]) -> str:

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from model import GPT
-from nanofit.data.tokenizer import END_OF_TEXT
+from nanofit.data.tokenizer import END_OF_TEXT, encoded
 from nanofit.machine.device import Device
 from nanofit.use.generate import Choose, Context, choose_token
-from nanofit.use.write import TextPieces, encoded, opened
+from nanofit.use.write import TextPieces, opened
 
 OPENING = (
     "A base model does not answer, it continues a text: you write, it goes on. "

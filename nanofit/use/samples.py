@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from model import GPT
-from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE, gpt2
+from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE, encoded, gpt2
 from nanofit.machine.device import Device
 from nanofit.use.generate import choose_token, generate
 
@@ -28,7 +28,7 @@ def take_samples(
 
 
 def _continued(model: GPT, prompt: str, device: Device, seed: int) -> str:
-    tokens = gpt2().encode(prompt, disallowed_special=()) or [END_OF_TEXT]
+    tokens = encoded(prompt) or [END_OF_TEXT]
     idx = torch.tensor([tokens], device=device.torch_device)
     generator = torch.Generator(device.torch_device).manual_seed(seed % 2**63)
     choose = partial(choose_token, temperature=TEMPERATURE, top_k=TOP_K, generator=generator)

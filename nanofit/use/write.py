@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from model import GPT
-from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE, gpt2
+from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE, encoded, gpt2
 from nanofit.machine.device import Device, describe_device
 from nanofit.terminal import InputError
 from nanofit.use.generate import choose_token, generate
@@ -63,11 +63,6 @@ def opened(checkpoint: Path, device: str, dtype: str) -> Iterator[tuple[GPT, Dev
         if model.config.vocab_size < VOCABULARY_SIZE:
             raise InputError("the model's vocabulary is too small for GPT-2's tokens")
         yield model.eval(), described
-
-
-def encoded(text: str) -> list[int]:
-    """The tokens of a prompt, in which <|endoftext|> may stand for the end of a document."""
-    return gpt2().encode(text, allowed_special="all")
 
 
 class TextPieces:

@@ -14,7 +14,7 @@ from tests.skipped import skip_all, tell_loudly
 SMALL = (
     "--n_layer=1 --n_head=2 --n_embd=64 --block_size=128 --batch_size=4 "
     "--gradient_accumulation_steps=4 --warmup_iters=2 --max_iters=8 --eval_interval=4 "
-    "--eval_iters=2 --log_interval=1 --compile_after=2"
+    "--eval_iters=2 --log_interval=1 --compile_after=2 --sample_interval=0"
 ).split()
 
 

@@ -144,6 +144,13 @@ def test_modern_muon_run_trains_compiles_saves_and_resumes(train, dtype):
     assert resumed.steps()[-1] == 9
 
 
+def test_samples_are_written_on_the_card(train):
+    run = train("--sample_interval=4", "--sample_prompts=One day | The river", "--compile_after=6")
+    assert run.code == 0, run
+    told = [(record["step"], record["prompt"]) for record in run.records("sample")]
+    assert told == [(step, prompt) for step in (4, 8) for prompt in ("One day", "The river")]
+
+
 @pytest.mark.parametrize("on_spike", ["stop", "rollback"])
 def test_divergence_is_met_as_asked(train, on_spike):
     launches = train("--compile=False", "--max_iters=4", scalars="0:2.0").launches

@@ -764,8 +764,10 @@ function addSamples() {
         ),
       )
       .reverse();
-    const older = shown.slice(1);
-    return [...shown.slice(0, 1), ...(older.length ? [folded(`${older.length} earlier`, ...older)] : [])];
+    const last = run.samples.at(-1)?.told[0];
+    const newest = run.samples.filter((sample) => sample.told[0] === last).length;
+    const older = shown.slice(newest);
+    return [...shown.slice(0, newest), ...(older.length ? [folded(`${older.length} earlier`, ...older)] : [])];
   });
 }
 
