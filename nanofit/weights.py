@@ -70,6 +70,10 @@ def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
     With `mmap` only the tensors that are used are read from the disk.
     """
     try:
+        path.open("rb").close()
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror})") from error
+    try:
         _check_archive(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         _check_values(checkpoint, path.stat().st_size)
@@ -100,7 +104,7 @@ def _check_archive(path: Path) -> None:
         for entry in described:
             _check_names(archive.read(entry))
         if (damaged := archive.testzip()) is not None:  # torch.load looks at no checksum
-            raise ValueError(f"{damaged} in it is not what was written")
+            raise ValueError(f"it is damaged: {damaged} is not what was written")
 
 
 def is_stored(archive: zipfile.ZipFile) -> bool:

@@ -521,7 +521,7 @@ def test_weights_beyond_float16_are_refused_for_it(tmp_path):
         (["foreign", "hf"], "no checkpoint in foreign"),
         (["run", "hf", "--checkpoint=nowhere.pt"], "cannot read nowhere.pt (No such file"),
         (["run", "hf", "--checkpoint=foreign"], "cannot read foreign (Is a directory)"),
-        (["run", "hf", "--checkpoint=damaged.pt"], "damaged.pt is damaged"),
+        (["run", "hf", "--checkpoint=damaged.pt"], "damaged.pt is not a readable checkpoint (it is damaged"),
         (["run", "hf", "--checkpoint=other.pt"], "other.pt is not a checkpoint: it has no model"),
         (["run", "full"], "full is not empty; use --overwrite"),
         (["run", "foreign", "--overwrite"], "foreign holds thesis.tex, which no export"),

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from model import GPT
 from nanofit.learning.optim import build_optimizer
-from nanofit.run.checkpoint import Checkpoints, Progress, is_damaged, pack, unpack
+from nanofit.run.checkpoint import Checkpoints, Progress, pack, unpack
 from nanofit.run.launch import build_model
 from nanofit.settings.config import RunConfig, Settings, TrainConfig, flatten
 from nanofit.settings.shape import GPTConfig
@@ -77,7 +77,6 @@ def as_bytes() -> bytes:
 def test_any_bytes_are_a_checkpoint_or_bad_input(content, path):
     path.write_bytes(content)
     with bounded():
-        assert is_damaged(path) in (True, False)
         try:
             assert GPT.from_checkpoint(path).config == SHAPE
         except InputError as refused:

@@ -64,4 +64,4 @@ def test_any_bytes_are_a_report_or_bad_input(content, tmp_path_factory):
 def test_what_is_changed_was_valid(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(VALID)
     history = read_history(tmp_path)
-    assert (history.damaged_lines, len(history.runs), len(history.evaluations)) == (0, 2, 4)
+    assert (history.damaged_lines, len(history.runs), len(history.evaluations)) == (0, 2, 5)

@@ -34,8 +34,12 @@ def test_what_a_later_launch_repeats_counts_once(tmp_path):
             record("run", 0, **RUN),
             *(step(number, 9.0 - number) for number in range(4)),
             record("eval", 2, val_loss=7.0),
+            record("sample", 2, prompt="One", text="1"),
+            record("sample", 2, prompt="Two", text="2"),
+            record("eval", 4, val_loss=6.0),
             record("run", 2, **RUN),
             record("eval", 2, val_loss=7.5),
+            record("sample", 2, prompt="One", text="3"),
             step(2, 6.5),
             record("event", 2, name="rolled back"),
             step(2, 6.25),
@@ -45,7 +49,9 @@ def test_what_a_later_launch_repeats_counts_once(tmp_path):
     assert list(read.steps["step"]) == [0, 1, 2, 3]
     assert list(read.steps["loss"][:3]) == [9.0, 8.0, 6.25]
     assert math.isnan(read.steps["loss"][3])
-    assert [one["val_loss"] for one in read.evaluations] == []
+    # What was measured before step 2 is of the state that both went on from.
+    assert [one["val_loss"] for one in read.evaluations] == [7.5]
+    assert [one["prompt"] + one["text"] for one in read.samples] == ["One3", "Two2"]
     assert [one["step"] for one in read.runs] == [0, 2]
     assert read.run is read.runs[-1]
 
