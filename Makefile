@@ -14,11 +14,7 @@ help:
 DEMO_LIMIT := $(if $(filter Linux,$(shell uname -s)),--memory_limit=2GB)
 define DEMO_ENDS
 
-That was all of it: shard, plan, fit, training, text. The story of the run, to look at in a browser:
-
-  $(CURDIR)/out-demo/report.html
-
-What to do next:
+That was all of it: shard, plan, fit, training, text. What to do next:
 
   source .venv/bin/activate
 
@@ -30,6 +26,8 @@ What to do next:
   https://huggingface.co/datasets/HuggingFaceFW/fineweb/tree/main/data/CC-MAIN-2013-20
     python prepare_fineweb.py 000_00000.parquet
     python train.py config/train_fineweb_4070.py
+  look at the story of this run in a browser
+    $(CURDIR)/out-demo/report.html
 endef
 export DEMO_ENDS
 
@@ -42,12 +40,13 @@ demo: .venv/installed  ## make a sample shard, prepare it, plan, fit, train a sm
 	$(BIN)/python sample.py --out_dir=out-demo --start="One morning" --num_samples=2
 	@echo "$$DEMO_ENDS"
 
-# In random order, which --randomly-seed, printed at the beginning, repeats.
+# In random order, which --randomly-seed, printed at the beginning, repeats. What is slow waits more
+# than it computes.
 test: lint  ## check the style, run the tests but for the slow ones: minutes
 test-all: lint  ## check the style, run all tests that need no card
 test: TESTS := -m "not slow"
-test-all: WORKERS := -n 3  # slow tests wait more than they compute
 test: WORKERS := -n auto --maxprocesses=4
+test-all: WORKERS := -n 3
 test test-all:
 	$(BIN)/python -m pytest $(WORKERS) --ignore=tests/card $(TESTS)
 
@@ -61,7 +60,7 @@ test-card: .venv/installed-dev  ## run every CUDA line, on a card without a GPU 
 
 run-test-card: .venv-cuda/installed
 	rm -rf .venv-cuda/coverage && mkdir .venv-cuda/coverage
-	$(BIN)/python -m pytest tests/card -p no:randomly -n auto --maxprocesses=2
+	$(BIN)/python -m pytest tests/card -p no:randomly -n 3
 	@.venv-cuda/bin/python tests/card/covered.py .venv-cuda/coverage
 
 fuzz: .venv/installed-dev  ## 10,000 damaged inputs for each reader of files

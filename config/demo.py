@@ -25,5 +25,5 @@ dtype = "float32"
 compile = True  # needs a C++ compiler on a CPU; without one the run says so and stays eager
 eval_interval = 200
 eval_iters = 16
-log_interval = 50
+log_interval = 20
 sample_prompts = "One morning"

@@ -17,18 +17,18 @@ from rich.text import Text
 PROJECT = Path(__file__).resolve().parents[1]
 REPORT = PROJECT / "out-demo/report.html"
 EXPLAIN = ["autofit.py", "config/train_fineweb_4070.py", "--explain", "--gpu", "RTX 4070"]
-COLUMNS = 112
+COLUMNS = 100
 
 
 def main() -> None:
     with sync_playwright() as playwright:
         place = shutil.which("chromium") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=place, args=["--no-sandbox"])
-        _take(browser, REPORT, PROJECT / "docs/report.png", size=(1280, 1180))
+        _take(browser, REPORT, PROJECT / "docs/report.png", size=(1280, 1000))
         with tempfile.NamedTemporaryFile("w", suffix=".html", encoding="utf-8") as page:
             page.write(_explained())
             page.flush()
-            _take(browser, Path(page.name), PROJECT / "docs/explain.png", size=(1090, 900))
+            _take(browser, Path(page.name), PROJECT / "docs/explain.png", size=(1000, 910))
         browser.close()
 
 
