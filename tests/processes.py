@@ -22,9 +22,13 @@ from typing import Any
 
 from tests.zygote import SCRIPTS, Zygote
 
+if sys.platform == "linux":
+    import fcntl
+
 PROJECT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300
 CAN_FORK = sys.platform == "linux"
+PIPE_BYTES = 2**20
 _OF_THESE_TESTS, _OF_ONE_PROCESS = "NANOFIT_TESTS", "NANOFIT_TESTED_PROCESS"
 _marks: dict[subprocess.Popen, str] = {}  # of those not yet ended
 _numbers = count()
@@ -65,6 +69,9 @@ def start(
         **{**pipes, **options},
     )
     _marks[process] = marks[_OF_ONE_PROCESS]
+    for pipe in (process.stdout, process.stderr) if CAN_FORK else ():
+        if pipe:  # of which nobody may read before the end: who writes should not have to wait
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return process
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -22,7 +23,7 @@ def running(tiny_dataset, tmp_path):
     # The best so far would be saved as well, at any evaluation.
     words += ["--save_interval=90000", "--eval_interval=90000"]
     command = [sys.executable, PROJECT / "train.py", *words]
-    process = processes.start(command, cwd=tmp_path)
+    process = processes.start(command, cwd=tmp_path, stdout=subprocess.DEVNULL)  # no full pipe
     wait_for(
         lambda: (
             out.exists() and (out / "metrics.jsonl").exists() and read_metrics(out, "step", "loss")
