@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import signal
+import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +88,7 @@ def test_quiet_says_nothing_and_out_goes_elsewhere(tmp_path):
         (["run", "nowhere"], "no metrics.jsonl in nowhere"),
         (["nowhere", "--watch"], "no metrics.jsonl in nowhere"),
         (["run", "--out", "gone/page.html"], "gone/page.html cannot be written"),
+        (["page-alone"], "page-alone/report.png cannot be written (Is a directory)"),
         (["run", "--out", "page.png"], "name it with .html"),
         (["run", "--port", "8000"], "--port goes with --watch"),
         (["run", "--watch", "--port", "70000"], "port 70000 cannot be used"),
@@ -96,11 +100,48 @@ def test_quiet_says_nothing_and_out_goes_elsewhere(tmp_path):
 def test_bad_input_is_told_in_a_line(tmp_path, words, message):
     stories.write(tmp_path / "run", stories.whole_run())
     stories.write(tmp_path / "empty", ["hello"])
+    stories.write(tmp_path / "page-alone", stories.whole_run())
+    (tmp_path / "page-alone/report.png").mkdir()
     done = report(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+    assert done.stdout == "wrote page-alone/report.html\n" * (words == ["page-alone"])
+
+
+@pytest.mark.parametrize("losses", [None, 3.0])
+def test_a_long_run_is_drawn_whatever_its_losses_were(tmp_path, losses):
+    """Even if no step has a finite one, and it was never evaluated."""
+    lost = [stories.step(number, losses, grad_norm=None) for number in range(2001)]
+    done = report(stories.write(tmp_path, [stories.launch(), *lost]), "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it ends processes in other ways")
+def test_a_reader_who_leaves_or_asks_nonsense_is_no_news(tmp_path):
+    words = ["report.py", stories.write(tmp_path, stories.whole_run()), "--watch"]
+    served = processes.start([sys.executable, *words], cwd=PROJECT)
+    port = int(re.search(r":(\d+)/", served.stdout.readline())[1])
+    for _ in range(3):
+        with connected(port, b"GET / HT") as leaving:  # and closes without waiting for an answer
+            leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert asked(port, "[x") == b""
+        assert asked(port, "localhost").startswith(b"HTTP/1.0 200 OK")
+    served.send_signal(signal.SIGINT)
+    assert served.wait(timeout=30) == 0
+    assert served.stderr.read() == ""
+
+
+def asked(port: int, host: str) -> bytes:
+    with connected(port, f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()) as reader:
+        return b"".join(iter(lambda: reader.recv(2**16), b""))
+
+
+def connected(port: int, words: bytes) -> socket.socket:
+    reader = socket.create_connection(("127.0.0.1", port), timeout=30)
+    reader.sendall(words)
+    return reader
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="takes a file that nobody can read")

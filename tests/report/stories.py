@@ -70,8 +70,8 @@ def measured(number: int, now: str, micro_batch: int, peak_mib: int) -> Record:
     return event(number, "stage measured", **state, tokens_per_s=500, peak_mib=peak_mib)
 
 
-def sample(number: int, text: str) -> Record:
-    return record("sample", number, prompt="Once", text=text)
+def sample(number: int, text: str, prompt: str = "Once") -> Record:
+    return record("sample", number, prompt=prompt, text=text)
 
 
 def losses(count: int, seed: int = 0) -> list[float]:

@@ -10,7 +10,7 @@ from nanofit.report.history import History, read_history
 from nanofit.report.marks import MOST_MARKS, marks_of
 from nanofit.report.outcome import outcome_of
 from nanofit.report.page import as_data, page_of
-from nanofit.report.report import names_of, report_of
+from nanofit.report.report import MOST_SAMPLES, names_of, report_of
 from nanofit.report.sheets import stages_of
 from nanofit.terminal import InputError
 from tests.report import stories
@@ -272,6 +272,18 @@ def test_of_very_many_samples_the_first_and_the_last_are_shown(told):
     shown = [one["text"] for one in run["samples"]]
     assert len(shown) == 30
     assert (shown[0], shown[-1]) == (texts[0], texts[-1])
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 7, 30, 40])
+def test_of_very_many_samples_a_step_that_is_shown_has_those_of_all_prompts(told, prompts):
+    names = [f"prompt {number}" for number in range(prompts)]
+    steps = range(0, 5000, 10)
+    run = told(launch(), *(stories.sample(at, "text", name) for at in steps for name in names))
+    shown = [(one["told"][0], one["prompt"]) for one in run["samples"]]
+    told_steps = list(dict.fromkeys(step for step, _ in shown))
+    assert shown == [(step, name) for step in told_steps for name in names]
+    assert (told_steps[0], told_steps[-1]) == ("0", "4,990")
+    assert MOST_SAMPLES - prompts < len(shown) <= max(MOST_SAMPLES, 2 * prompts)
 
 
 def test_time_left_is_that_of_the_newest_stage(tmp_path):

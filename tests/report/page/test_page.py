@@ -22,6 +22,9 @@ LINES = """host => host.chart.lines.map((line, index) => {
     const at = xs.map((_, place) => place).filter((place) => ys[place] !== undefined);
     return [line.kind, at.map((place) => xs[place]), at.map((place) => ys[place])];
 })"""
+# How far tables stick out of the boxes in which they would be scrolled.
+OUT_OF_ITS_BOX = """tables =>
+    tables.map((table) => table.scrollWidth - table.parentElement.clientWidth)"""
 # Whether anything is drawn above the plot within some pixels of a place on its axis.
 IS_MARKED = """([host, x]) => {
     const chart = host.chart, ratio = devicePixelRatio;
@@ -111,6 +114,39 @@ def test_several_runs_are_drawn_together(report, show):
     )
     assert {name for name, is_shown in shown if is_shown} == {"run-0"}
     assert {name for name, is_shown in shown if not is_shown} == {"run-1"}
+
+
+def test_samples_of_all_prompts_at_the_newest_step_are_open(report, show):
+    prompts, steps = ["Once", "One day", "The river"], (20, 40, 60)
+    samples = [stories.sample(at, f" at {at}", prompt) for at in steps for prompt in prompts]
+    page = show(report([launch(), *samples, step(60, 3.0)]))
+    shown = page.locator("#samples article:visible p")
+    assert sorted(shown.all_inner_texts()) == sorted(f"{prompt} at 60" for prompt in prompts)
+    page.get_by_text("6 earlier").click()
+    assert shown.count() == len(samples)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "plan",
+        pytest.param(
+            "stages",
+            marks=pytest.mark.xfail(strict=True, reason="report.css folds no titles of columns"),
+        ),
+        "memory",
+    ],
+)
+def test_no_table_of_two_runs_side_by_side_is_wider_than_its_box(report, show, section):
+    runs = [stories.whole_run(100, seed=0), stories.whole_run(100, seed=1)]
+    for record in of_kind(runs[0] + runs[1], "run"):
+        record["machine"] = {"device": "CPU, 2 threads"}  # of whose memory more is to be told
+    page = show(report(*runs))
+    runs = page.locator(f"#{section} .per-run")
+    one, other = (runs.nth(number).bounding_box() for number in range(2))
+    assert one["y"] == other["y"] and one["x"] < other["x"]
+    out = page.locator(f"#{section} table").evaluate_all(OUT_OF_ITS_BOX)
+    assert len(out) == 2 and max(out) <= 0
 
 
 NAN = [step(number, None, grad_norm=None) for number in range(50, 60)]
