@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 from nanofit.learning.optim import build_optimizer
 from nanofit.learning.undo import UpdateUndo
 from nanofit.machine.device import describe_device
+from nanofit.run.spikes import SkipWatch
 from nanofit.settings.config import TrainConfig
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
@@ -109,6 +110,27 @@ def test_copies_leave_room_for_what_an_update_needs_itself(memory):
     with pytest.raises(torch.OutOfMemoryError):
         learner.update()
     assert not learner.undo.undo()
+
+
+@pytest.mark.parametrize("interrupted", [1, 2], ids=["usual norm", "spike"])
+def test_an_update_done_again_counts_once_in_the_watch_for_spikes(memory, interrupted):
+    """Against the same updates undisturbed; the watch is there first, as in a run."""
+    remembered = []
+    for at in (None, interrupted):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        watch, undo = SkipWatch(optimizer), UpdateUndo(optimizer, memory)
+        for number, gradient in enumerate([1.0, 2.0, 100.0, 1.5]):
+            weight.grad = torch.full((3,), gradient)
+            optimizer.grad_norm = weight.grad.norm()
+            optimizer.step()
+            if number == at:
+                assert undo.undo()
+                optimizer.step()
+            undo.forget()
+        assert watch.look(None, None).skipped == 1
+        remembered.append(optimizer.param_groups[0]["spike_memory"])
+    assert torch.equal(*remembered)
 
 
 def are_equal(some: list, others: list) -> bool:
