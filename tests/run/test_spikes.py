@@ -1,5 +1,6 @@
 """Divergence: told from noise, and kept from the weights, by plain numbers and real steps."""
 
+import copy
 import math
 
 import numpy as np
@@ -111,6 +112,26 @@ def test_skips_are_told_once_and_too_many_in_a_row_are_divergence():
     again.load_state_dict(state)
     assert SkipWatch(again).look(None, None).skipped == 0
     assert again.param_groups[0]["spike_memory"].tolist() == pytest.approx([math.sqrt(3), 2, 0])
+
+
+def test_skips_of_a_state_that_was_gone_back_to_are_told_neither_again_nor_as_fewer_than_none():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    watch = SkipWatch(optimizer)
+
+    def step(*gradients):
+        for gradient in gradients:
+            weight.grad = torch.full((3,), gradient)
+            optimizer.grad_norm = weight.grad.norm()
+            optimizer.step()
+        return watch.look(None, None).skipped
+
+    assert step(1.0, math.nan, 1.0) == 1
+    state = copy.deepcopy(optimizer.state_dict())
+    assert step(math.nan, 1.0, math.nan) == 2
+    optimizer.load_state_dict(state)
+    assert step(1.0) == 0
+    assert step(math.nan) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
