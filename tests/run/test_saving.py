@@ -174,6 +174,26 @@ def test_without_room_for_a_copy_the_run_waits_and_a_failure_is_final(
     assert success.step == 12 and saver.failed_step is None
 
 
+@pytest.mark.parametrize("may_copy", [True, False])
+def test_a_thread_is_started_only_for_what_can_be_tried_again(
+    checkpoints, broken, monkeypatch, may_copy
+):
+    monkeypatch.setattr(saving, "RETRY_S", 0.0)
+    saver = Saver(checkpoints.save, may_copy=may_copy)
+    saver.save(content(6))
+    saver.wait()
+    threads = set()
+    threading.setprofile(lambda *_: threads.add(threading.current_thread()))  # of each new one
+    try:
+        for _ in range(3):
+            saver.outcomes()
+            saver.wait()
+    finally:
+        threading.setprofile(None)
+    assert [one.name for one in threads].count("saving") == (3 if may_copy else 0)
+    assert saver.failed_step == 6
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["weight", "moment"])
 def test_what_is_no_number_takes_the_place_of_nothing(checkpoints, value, where):
