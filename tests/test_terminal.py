@@ -181,6 +181,17 @@ def test_time_left_counts_only_what_this_launch_has_done(clock):
     assert progress.eta() == "5m00s"  # 100 a minute, 500 to go
 
 
+def test_time_left_counts_anew_from_where_a_job_has_gone_back_to(clock):
+    progress = Progress("training", 1000, done=400, every_s=10**6)
+    clock.now += 60
+    progress.update(500)
+    progress.update(300)
+    assert progress.eta() == "-"
+    clock.now += 60
+    progress.update(350)
+    assert progress.eta() == "13m00s"  # 50 a minute, 650 to go
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
