@@ -3,11 +3,12 @@
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from nanofit.files import atomic_folder, atomic_write, sync
+from nanofit.files import atomic_folder, atomic_write, link_or_copy, sync
 from nanofit.settings.config import PROJECT
 from tests import processes
 
@@ -124,6 +125,32 @@ def test_what_several_write_at_once_is_whole_and_the_last_stays(path):
         assert path.read_bytes() == b"new" * 100_000
     assert path.read_bytes() == b"mine"
     assert names(path) == ["some.file"]
+
+
+def test_a_second_name_is_a_link_where_there_can_be_one(path):
+    link_or_copy(path, path.with_name("other.file"))
+    assert path.samefile(path.with_name("other.file"))
+    assert names(path) == ["other.file", "some.file"]
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder on another file system, to which no link leads."""
+    place = Path("/dev/shm")
+    if not place.is_dir() or place.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is one file system")
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        yield Path(folder)
+
+
+def test_where_there_can_be_no_link_a_second_name_is_a_copy(path, elsewhere):
+    other = elsewhere / "other.file"
+    with pytest.raises(OSError, match="cross-device"):
+        other.hardlink_to(path)
+    link_or_copy(path, other)
+    assert other.read_bytes() == path.read_bytes() == b"old"
+    assert not other.samefile(path)
+    assert names(other) == ["other.file"]
 
 
 def fill(folder: Path) -> Path:
