@@ -140,6 +140,44 @@ def test_a_folder_that_is_removed_is_made_again(running, tiny_run, tmp_path):
     assert later.returncode == 0, later.stderr
 
 
+FULL_IN_BETWEEN = """
+import os, resource, sys
+{importing}
+say = {say}
+say("one")
+free = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (os.fstat(1).st_size + 6, free[1]))
+say("two"), say("three")
+print(os.fstat(1).st_size, file=sys.stderr)
+resource.setrlimit(resource.RLIMIT_FSIZE, free)
+say("four")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows limits no file's size")
+@pytest.mark.parametrize(
+    ("importing", "say"),
+    [
+        pytest.param(
+            "from nanofit.terminal import Progress",
+            "Progress('training', 1).line",
+            marks=pytest.mark.xfail(reason="rich keeps what the stream keeps too", strict=True),
+        ),
+        ("from nanofit.machine.dist import Ranks", "Ranks().say"),
+    ],
+    ids=["progress", "ranks"],
+)
+def test_lines_that_a_full_disk_did_not_take_come_once_with_the_next(tmp_path, importing, say):
+    """The disk is full in the middle of a line, of which the rest comes later."""
+    command = [sys.executable, "-c", FULL_IN_BETWEEN.format(importing=importing, say=say)]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with (tmp_path / "said").open("w") as said:
+        child = processes.start(command, cwd=PROJECT, env=buffered, stdout=said)
+        _, errors = child.communicate()
+    assert (child.returncode, errors) == (0, f"{len('one.two.th')}\n")  # then it was full
+    assert text(tmp_path) == "one\ntwo\nthree\nfour\n"
+
+
 def assert_equal(one: dict, other: dict) -> None:
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
