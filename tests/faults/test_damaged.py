@@ -12,7 +12,10 @@ from nanofit.learning.optim import build_optimizer
 from nanofit.run.checkpoint import Checkpoints, Progress, pack
 from nanofit.settings.config import flatten, load_config
 from nanofit.terminal import InputError
+from nanofit.weights import UnreadableCheckpoint, read_checkpoint
+from tests import processes
 from tests.conftest import TINY_MODEL, read_metrics
+from tests.disturb import flip_a_bit
 
 SETTINGS = [*TINY_MODEL, "--n_layer=1", "--n_embd=4"]
 
@@ -55,6 +58,24 @@ def test_wherever_a_bit_is_flipped_the_state_is_the_saved_one_or_that_before(che
         assert all(torch.equal(content["model"][name], saved[name]) for name in saved)
         assert (content["iter_num"], content["best_val_loss"]) in ((6, np.inf), (3, np.inf))
     assert found.count(3) > found.count(6)
+
+
+def test_one_bit_of_a_weight_is_told_by_every_reader(checkpoints):
+    """torch loads it, as it looks at no checksum."""
+    newest = checkpoints.folder / "ckpt-00000006.pt"
+    whole = torch.load(newest, weights_only=True)["model"]
+    name = "transformer.wpe.weight"
+    flip_a_bit(newest, 8 * newest.read_bytes().index(whole[name].numpy().tobytes()) + 3)
+    damaged = torch.load(newest, weights_only=True)["model"]
+    assert [one for one in whole if not torch.equal(damaged[one], whole[one])] == [name]
+    for mmap in (True, False):
+        with pytest.raises(UnreadableCheckpoint, match="is damaged"):
+            read_checkpoint(newest, mmap=mmap)
+    words = [f"--checkpoint={newest}", "--max_new_tokens=1", "--device=cpu"]
+    done = processes.run_script("sample.py", *words, cwd=checkpoints.folder)
+    [line] = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.startswith(f"error: {newest} is not a readable checkpoint (it is damaged: ")
 
 
 @pytest.mark.parametrize("left", [0, 1, 22, 0.5, 0.999])
