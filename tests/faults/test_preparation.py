@@ -254,6 +254,29 @@ def test_a_flipped_byte_of_what_is_half_made_starts_over(tmp_path, stopped, caps
     assert read_meta(tmp_path / "whole") == read_meta(tmp_path / "out")
 
 
+DIES_BEFORE_IT_DESCRIBES = """
+import os, signal
+def name_and_die(writer, name_bins=bins.BinWriter.name_bins):
+    name_bins(writer)
+    os.kill(os.getpid(), signal.SIGKILL)
+bins.BinWriter.name_bins = name_and_die
+"""
+
+
+@pytest.mark.parametrize("lost", ["train.bin", "val.bin"])
+def test_a_named_bin_that_is_gone_starts_over(tmp_path, capsys, lost):
+    shard = write_shard(tmp_path / "a.parquet", make_texts(2000))
+    process = start(tmp_path / "out", shard, DIES_BEFORE_IT_DESCRIBES)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert json.loads((tmp_path / "out/progress.json").read_text())["is_complete"]
+    (tmp_path / "out" / lost).unlink()
+    prepare(shard, "--out", tmp_path / "out", "--encoder", "tiktoken")
+    told = f"starting over: {lost}.partial is shorter than recorded"
+    assert told in capsys.readouterr().out
+    assert files_of(tmp_path / "out") == undisturbed(shard, tmp_path / "whole")
+
+
 def test_a_digit_of_the_progress_that_still_makes_sense_starts_over(tmp_path, stopped, capsys):
     """Otherwise documents would be left out, and nothing would say so."""
     process, shard = stopped
