@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 
 from nanofit.machine.dist import Ranks
@@ -65,6 +66,26 @@ def test_two_processes_sum_and_agree(tmp_path):
         for error in ("ValueError", "OtherProcessFailed"):
             assert done.stdout.count(f"<{fails}: {error}>") == 1, done.stdout + done.stderr
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        ({}, "RANK"),
+        ({"RANK": "0"}, "MASTER_ADDR"),
+        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT"),
+        ({"RANK": "1", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT"),
+    ],
+)
+def test_processes_that_do_not_know_where_to_meet_are_refused_in_a_line(
+    tmp_path, variables, missing
+):
+    command = [sys.executable, PROJECT / "train.py", f"--out_dir={tmp_path / 'out'}"]
+    done = processes.run(command, variables={"WORLD_SIZE": "2", **variables}, timeout_s=60)
+    [line] = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: the processes cannot meet (" in line and f"{missing} expected" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_world_of_one_changes_nothing():
