@@ -11,6 +11,7 @@ import pytest
 from nanofit.settings.config import PROJECT
 from nanofit.terminal import Progress, compact, duration
 from tests import processes
+from tests.disturb import obey_modes
 
 PLAIN_ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": str(PROJECT), "TERM": "xterm"}
 SCRIPT = """
@@ -74,6 +75,27 @@ def run_main(body, *args, **environment):
 )
 def test_a_script_ends_with_one_line_and_its_exit_code(body, code, stdout, stderr):
     assert run_main(body, "a", "--b=c") == (code, stdout, stderr)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes root's privileges as Linux does")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report.py", "locked"],
+        ["evaluate.py", "locked"],
+        ["export.py", "locked", "hf"],
+        ["sample.py", "--out_dir=locked"],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_that_one_may_not_enter_is_told_in_a_line(words, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0)
+    options = {"cwd": tmp_path, "preexec_fn": obey_modes}
+    if processes.run(["ls", "locked"], **options).returncode == 0:
+        pytest.skip("root may enter all folders here")
+    done = processes.run([sys.executable, PROJECT / words[0], *words[1:]], **options)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert re.match(r"error: locked/\S+: no permission; give another place", done.stderr)
 
 
 def test_our_own_mistakes_keep_their_traceback():
