@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from nanofit.settings.config import flatten
 from nanofit.settings.shape import GPTConfig
 from tests import processes
 from tests.conftest import read_records, run_tiny
+from tests.disturb import flip_a_bit
 
 SHAPE = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=32)
 
@@ -40,6 +42,8 @@ def documents(tmp_path_factory) -> Path:
     tokens.tofile(folder / "train.bin")
     content = {"model": GPT(SHAPE).state_dict(), "model_args": flatten(SHAPE)}
     torch.save(content, folder / "model.pt")
+    shutil.copy(folder / "model.pt", folder / "damaged.pt")
+    flip_a_bit(folder / "damaged.pt")
     (folder / "text.txt").write_text("Once upon a time there was a river. " * 20)
     return folder
 
@@ -153,6 +157,8 @@ def test_models_that_were_evaluated_are_told_if_a_later_one_cannot_be(runs, docu
         (["nowhere"], "no model at nowhere; give the out_dir of a run"),
         (["."], "no checkpoint in ."),
         (["text.txt"], "text.txt is not a readable checkpoint"),
+        (["damaged.pt", "--dataset=./"], "not a readable checkpoint (it is damaged"),
+        (["model.pt", "--data=./"], "unrecognized arguments: --data=./; --help shows how"),
         (["model.pt"], "model.pt: no dataset is told there; name one with --dataset="),
         (["model.pt", "--dataset=./none"], "no dataset folder none"),
         (["model.pt", "--text=none.txt"], "cannot read the text of none.txt"),

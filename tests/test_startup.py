@@ -1,5 +1,6 @@
 """What needs no torch does not load it, which would take seconds."""
 
+import ast
 import sys
 
 import pytest
@@ -22,3 +23,6 @@ def test_help_and_arithmetic_load_no_torch(command):
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
     assert done.stdout and "nanofit.terminal" in imported
     assert "torch" not in imported
+    if command[-1] == "--help":
+        purpose = ast.get_docstring(ast.parse((PROJECT / command[0]).read_text(encoding="utf-8")))
+        assert purpose in done.stdout
