@@ -328,6 +328,33 @@ def test_finished_run_says_so_and_changes_nothing(tiny_run, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
+def test_run_that_is_beyond_its_end_ends_at_once(tiny_dataset, tmp_path):
+    """Stopped at step 8, and continued by somebody whom 5 are enough."""
+    out = tmp_path / "out"
+    words = [*TINY_MODEL, f"--dataset={tiny_dataset}", f"--out_dir={out}"]
+    updates = []
+
+    def ask_to_stop(*_):
+        updates.append(None)
+        if len(updates) == 8:
+            signal.raise_signal(signal.SIGINT)
+
+    hook = register_optimizer_step_post_hook(ask_to_stop)
+    try:
+        with watch_for_requests() as requests:
+            train.train(load_config(words), Ranks(), requests)
+    finally:
+        hook.remove()
+    before = (out / "ckpt-00000008.pt").read_bytes()
+    words += ["--max_iters=5", "--lr_decay_iters=12"]
+    done = processes.run_script("train.py", *words, cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert [event["step"] for event in read_events(out, "stopped")] == [8]
+    assert [event["step"] for event in read_events(out, "finished")] == [8]
+    assert sorted(read_metrics(out, "step", "loss")) == list(range(8))
+    assert (out / "ckpt-00000008.pt").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
@@ -495,6 +522,18 @@ def test_all_processes_stop_when_a_run_diverges(tiny_run, tmp_path):
     done = tiny_run(*DIVERGING, ranks=2)
     assert done.returncode != 0
     assert done.stderr.count("the last good checkpoint is") == 1
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+
+
+def test_all_processes_roll_back_when_a_run_diverges(tiny_run, tmp_path):
+    done = tiny_run(*DIVERGING, "--on_spike=rollback", ranks=2)
+    assert done.returncode != 0
+    assert "failed 3 times" in done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    saved = {event["step"] for event in read_events(tmp_path / "out", "saved")}
+    back = [event["step"] for event in read_events(tmp_path / "out", "rolled back")]
+    assert len(back) == 3 and set(back) <= saved
+    assert_sound(max((tmp_path / "out").glob("ckpt-0*.pt")))
 
 
 def test_rolling_back_in_vain_ends(tiny_run, tmp_path):
@@ -536,6 +575,18 @@ def poisoned_dataset(tmp_path_factory) -> Path:
         tokens[start : start + 16] = random.integers(0, 64, 16)
     tokens.flush()
     return folder
+
+
+def test_a_resumed_run_knows_what_loss_was_usual(tiny_run, tmp_path):
+    """As it begins its fifth epoch this loss jumps: not too far for what it was in 64 steps."""
+    flags = ["--dropout=0.1", "--lr_decay_iters=600", "--eval_interval=20", "--save_interval=10"]
+    assert tiny_run(*flags, "--max_iters=100").returncode == 0
+    resumed = tiny_run(*flags, "--max_iters=135")
+    assert resumed.returncode == 0, resumed.stderr
+    assert tiny_run(*flags, "--max_iters=135", out_dir=tmp_path / "whole").returncode == 0
+    losses = read_metrics(tmp_path / "out", "step", "loss")
+    assert losses == read_metrics(tmp_path / "whole", "step", "loss")
+    assert losses[124] > 5 * losses[123]
 
 
 def test_a_run_rolls_back_and_goes_on_past_the_data_that_led_astray(
