@@ -99,8 +99,18 @@ def run_script(
     return run([sys.executable, PROJECT / name, *words], cwd=cwd, stdin=stdin, timeout_s=timeout_s)
 
 
-def run_ranks(world: int, name: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Run a script in several processes, as torchrun does but in a fraction of its time."""
+def run_ranks(
+    world: int,
+    name: str,
+    *words: str,
+    cwd: Path,
+    own: Sequence[Sequence[str]] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> subprocess.CompletedProcess:
+    """Run a script in several processes, as torchrun does but in a fraction of its time.
+
+    Words of its `own` each process may have besides.
+    """
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -114,11 +124,12 @@ def run_ranks(world: int, name: str, *words: str, cwd: Path) -> subprocess.Compl
     command = [sys.executable, PROJECT / name, *words]
     with tempfile.TemporaryDirectory() as folder:
         said = [[Path(folder) / f"{rank}-{kind}" for kind in "oe"] for rank in range(world)]
-        ranks = [
-            _start_rank(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd, files)
-            for rank, files in enumerate(said)
-        ]
-        wait_for(lambda: any(one.poll() for one in ranks) or _have_ended(ranks), TIMEOUT_S)
+        ranks = []
+        for rank, files in enumerate(said):
+            variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            of_rank = [*command, *(own[rank] if own else ())]
+            ranks.append(_start_rank(of_rank, variables, cwd, files))
+        wait_for(lambda: any(one.poll() for one in ranks) or _have_ended(ranks), timeout_s)
         code = next((one.returncode for one in ranks if one.returncode), 0)
         for one in ranks:  # of which some wait for the one that failed
             if code:
