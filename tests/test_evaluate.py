@@ -1,6 +1,7 @@
 """evaluate.py as its user calls it, held to what runs recorded of themselves."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -105,6 +106,22 @@ def test_a_table_has_what_json_has(documents):
         assert cells[3:5] == [f"{one['loss']:.4f}", f"±{one['loss_stderr']:.4f}"]
         assert cells[5] == f"{one['perplexity']:,.2f}"
     assert rows[1].split()[6:] == ["0.0000", "±0.0000"]
+
+
+@pytest.mark.parametrize("scale", [300, 1e14])
+def test_huge_figures_are_short_in_a_table_and_no_number_is_null_in_json(documents, scale):
+    """Of models that are the more certain, and wrong, the larger their logits are."""
+    content = torch.load(documents / "model.pt", weights_only=True)
+    content["model"]["lm_head.weight"] *= scale
+    torch.save(content, documents / "certain.pt")
+    words = ["certain.pt", "--text=text.txt"]
+    (one,) = told(*words, cwd=documents)["models"]
+    assert (one["perplexity"] is None) == (one["loss"] > 710) == (scale > 300)
+    *_, row = evaluate(*words, cwd=documents).stdout.splitlines()
+    shown = row.split()[3:]
+    assert max(map(len, shown)) <= len("999,999,999.9999")
+    figures = [one["loss"], one["perplexity"] or math.inf, one["bits_per_byte"]]
+    assert [float(cell.replace(",", "")) for cell in shown] == pytest.approx(figures, rel=5e-3)
 
 
 def test_text_is_one_document_with_known_bytes(documents):

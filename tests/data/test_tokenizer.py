@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from nanofit.data import tokenizer
-from nanofit.data.tokenizer import SELF_CHECK, fast_encoder, gpt2, reference_encoder
+from nanofit.data.tokenizer import (
+    END_OF_TEXT,
+    SELF_CHECK,
+    encoded,
+    fast_encoder,
+    gpt2,
+    reference_encoder,
+)
 
 SCRIPTS = [
     "the quick isn't 'we'll they've I'm you'd she's",
@@ -50,6 +57,17 @@ def test_special_token_text_stays_text():
         (ids,) = encode(["<|endoftext|>"])
         assert 50256 not in ids
         assert gpt2().decode(ids.tolist()) == "<|endoftext|>"
+
+
+def test_special_token_text_in_a_prompt_is_the_token():
+    one, other = "One day<|endoftext|", "> there<|endoftext|>"
+    assert encoded(one + other) == [
+        *expected("One day"),
+        END_OF_TEXT,
+        *expected(" there"),
+        END_OF_TEXT,
+    ]
+    assert encoded(one) + encoded(other)[:-1] == expected(one) + expected("> there")
 
 
 def test_the_self_check_covers_both_encoders():

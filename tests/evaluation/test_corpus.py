@@ -1,6 +1,7 @@
 """The loss on a text against plain ways: token by token, document by document, by transformers."""
 
 import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from model import GPT
 from nanofit.data.tokenizer import END_OF_TEXT
 from nanofit.evaluation.corpus import Corpus
+from nanofit.evaluation.estimate import Estimate
 from nanofit.evaluation.predict import losses_of
 from nanofit.machine.device import describe_device
 from nanofit.memory.trace import MemoryBudget
@@ -98,6 +100,14 @@ def test_bits_per_byte_of_a_uniform_model_are_those_of_a_token_over_its_bytes():
     assert figures["perplexity"] == pytest.approx(50304, rel=1e-5)
     assert figures["tokens"] == 500
     assert estimates["loss"].error < 1e-6
+
+
+@pytest.mark.parametrize("loss", [3.0, 699.0, 711.0, 1e6])
+def test_perplexity_is_told_as_far_as_there_are_such_numbers(loss):
+    corpus = Corpus("counting", np.arange(9, dtype=np.uint16), 90, has_ends=True)
+    figures = corpus.figures({"loss": Estimate(np.array([9 * loss]), np.array([9]))})
+    assert figures["perplexity"] == pytest.approx(float(Decimal(loss).exp()))
+    assert figures["bits_per_byte"] == pytest.approx(loss / math.log(2) / 10)
 
 
 def test_less_memory_changes_the_micro_batch_and_not_the_losses(capsys):

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from model import GPT
+from nanofit.machine.device import describe_device
 from nanofit.settings.shape import GPTConfig
 from nanofit.use.generate import choose_token, generate
+from nanofit.use.samples import take_samples
 
 GREEDY = partial(choose_token, temperature=0)
 DRAWS = 4000
@@ -119,3 +121,11 @@ def test_temperature_sharpens():
     logits = torch.tensor([0.2, 0.8]).log().expand(20_000, 2)
     drawn = choose_token(logits, temperature=0.5, generator=torch.Generator().manual_seed(0))
     assert drawn.float().mean().item() == pytest.approx(0.64 / (0.64 + 0.04), abs=0.01)
+
+
+def test_a_document_ends_in_a_sample_of_training_where_its_prompt_says_so():
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=32))
+    prompts = ["", "<|endoftext|>", "One day", "One day<|endoftext|>"]
+    told = dict(take_samples(model, prompts, describe_device("cpu"), seed=3))
+    assert told["<|endoftext|>"] == told[""]  # which begins a document as well
+    assert len(set(told.values())) == 3
