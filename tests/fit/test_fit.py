@@ -1,5 +1,6 @@
 """The fit of a run, found and proven under real memory limits, against trying every size."""
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -20,6 +21,8 @@ from nanofit.memory.setup import Setup
 from nanofit.settings.config import RunConfig, Settings, TrainConfig
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError
+from tests import processes
+from tests.conftest import PROJECT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 
@@ -143,6 +146,50 @@ def test_what_is_offered_fits_and_twice_as_much_would_not(shape, others_mib, lar
         assert needed(name, size) <= limit
         assert needed(name, size) == pytest.approx(int(told.replace(",", "")) * MIB, abs=MIB)
         assert needed(name, 2 * int(size)) > limit - 0.01 * 2**32  # limits come in classes
+
+
+ROOMS_MIB = (2800, 3900)  # of two cards; for the smaller one moments are kept in 8 bits
+TOGETHER = f"""
+import json, sys
+sys.path.insert(0, {str(PROJECT)!r})
+from nanofit.machine.dist import start_ranks
+from nanofit.terminal import run_script
+from tests.fit.test_fit import ROOMS_MIB, in_room
+def main(argv):
+    with start_ranks("gloo") as ranks:
+        found = in_room(ROOMS_MIB[ranks.rank] * 2**20, ranks)
+        print(json.dumps([found.savers.optimizer_bits, found.eager.size]))
+run_script(main)
+"""
+
+
+def in_room(free_bytes: int, ranks: Ranks):
+    """What is found to fit a card where the forecast holds to the byte."""
+    run = replace(RUN, device="cuda")
+    limit_bytes = usable_bytes(free_bytes, run)
+
+    def trial(setup, size, **_):
+        if not size:
+            return TrialResult(free_bytes=free_bytes, used_bytes=8 * MIB)
+        needed = need_of(setup).at(size) + 8 * MIB
+        survives = needed < limit_bytes
+        return TrialResult(peak_bytes=needed if survives else None, is_too_large=not survives)
+
+    return find_fit(Settings(GPTConfig(), LEARN, run), LAPTOP, ranks, trial=trial)
+
+
+@pytest.mark.slow
+def test_processes_on_different_cards_get_the_least_bits_and_the_least_size(tmp_path):
+    pytest.importorskip("torchao")
+    script = tmp_path / "script.py"
+    script.write_text(TOGETHER)
+    done = processes.run_ranks(2, str(script), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    together = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    alone = [in_room(free_mib * MIB, Ranks()) for free_mib in ROOMS_MIB]
+    bits = [fit.savers.optimizer_bits for fit in alone]
+    assert bits == [8, 32]
+    assert together == [[min(bits), min(fit.eager.size for fit in alone)]] * 2
 
 
 @pytest.mark.slow
