@@ -38,6 +38,7 @@ _KINDS = {  # of what a run goes on from; what may be missing is younger than th
     "best_val_loss": float,
     "seconds": float,
     "rollbacks": tuple | list | None,
+    "recent_losses": tuple | list | None,
     "stage": str | None,
     "compile_at": int | None,
     "data": dict | None,
@@ -55,6 +56,7 @@ class Progress:
     best_val_loss: float = float("inf")
     seconds: float = 0.0
     rollbacks: tuple[tuple[int, int], ...] = ()  # (step gone back to, steps of data left out)
+    recent_losses: tuple[float, ...] = ()  # that tell what would be a jump
     stage: str = "eager"  # of the step before, as in nanofit/run/stages.py
     compile_at: int | None = None  # the step of the next try, if one was put off
 
@@ -211,6 +213,7 @@ def pack(
         "best_val_loss": progress.best_val_loss,
         "seconds": progress.seconds,
         "rollbacks": progress.rollbacks,
+        "recent_losses": progress.recent_losses,
         "stage": progress.stage,
         "compile_at": progress.compile_at,
         "tokenizer": "gpt2",
@@ -243,6 +246,7 @@ def unpack(
         best_val_loss=content["best_val_loss"],
         seconds=content["seconds"],
         rollbacks=content.get("rollbacks") or (),
+        recent_losses=content.get("recent_losses") or (),
         stage=content.get("stage") or "eager",
         compile_at=content.get("compile_at"),
     )
@@ -374,6 +378,8 @@ def _impossible(content: dict[str, Any]) -> Iterator[str]:
     yield from _learned(content).problems()
     if not all(_is_rollback(one) for one in content.get("rollbacks") or ()):
         yield "its rollbacks are none"
+    if not all(isinstance(loss, float) for loss in content.get("recent_losses") or ()):
+        yield "its recent losses are none"
     if not all(map(_is_identity, (content.get("data") or {}).values())):
         yield "its data cannot be told from others"
 

@@ -97,7 +97,12 @@ class Launch:
             flops_per_token=model.config.flops_per_token,
             peak_flops=self.device.peak_flops and self.device.peak_flops * ranks.world,
             seconds_before=progress.seconds,
-            watch=watch_for_spikes(self.run.on_spike, self.learner.optimizer, self.learner.scaler),
+            watch=watch_for_spikes(
+                self.run.on_spike,
+                self.learner.optimizer,
+                self.learner.scaler,
+                progress.recent_losses,
+            ),
             peek=self.device.peek,
             bytes_per_token=self.val_data.bins.bytes_per_token,
             sinks=self._sinks(progress.step),

@@ -181,9 +181,14 @@ class Log:
                 self.event(step + 1, "spikes skipped", updates=sight.skipped)
         return self.divergence is not None
 
-    def forget_divergence(self) -> None:
+    @property
+    def recent_losses(self) -> tuple[float, ...]:
+        return self._watch.recent
+
+    def went_back(self, recent_losses: Sequence[float]) -> None:
         """The run was put back to where it was sound."""
         self.divergence, self.is_suspect, self._unseen = None, False, None
+        self._watch.restart(recent_losses)
 
     def began(self, step: int, described: dict[str, Any]) -> None:
         """Record what is launched."""

@@ -39,7 +39,7 @@ def save(
         return
     content = checkpoint.pack(
         *launch.learner,
-        progress,
+        replace(progress, recent_losses=log.recent_losses),
         config=flatten(*launch.settings),
         data=launch.identity,
         machine=launch.machine,
@@ -104,7 +104,7 @@ def recover(launch: Launch, log: Log, diverged: Progress) -> Progress:
     )
     launch.saver.forget()
     log.event(progress.step, "rolled back", left_out_steps=rollback[1])
-    log.forget_divergence()
+    log.went_back(progress.recent_losses)
     save(launch, log, progress)  # so that a resumed run goes the same way
     return progress
 
@@ -126,6 +126,7 @@ def put_back(launch: Launch, log: Log) -> Progress:
     _settle_for_all(launch, log)
     progress = replace(_go_back(launch, log.say), seconds=log.seconds)
     log.event(progress.step, "went back", reason="an update ran out of memory")
+    log.went_back(progress.recent_losses)
     return progress
 
 

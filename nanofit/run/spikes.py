@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
@@ -20,12 +21,12 @@ HOPELESS_SKIPS = 20  # in a row
 
 
 def watch_for_spikes(
-    on_spike: str, optimizer: Optimizer, scaler: GradScaler
+    on_spike: str, optimizer: Optimizer, scaler: GradScaler, recent: Sequence[float] = ()
 ) -> "LossWatch | SkipWatch":
     """What looks out for divergence under a policy: `skip` takes part in every step."""
     if on_spike == "skip":
         return SkipWatch(optimizer, is_scaled=scaler.is_enabled())
-    return LossWatch(norms_may_overflow=scaler.is_enabled())
+    return LossWatch(recent, norms_may_overflow=scaler.is_enabled())
 
 
 class Sight(NamedTuple):
@@ -39,10 +40,19 @@ class Sight(NamedTuple):
 class LossWatch:
     """Compares each loss it is shown with those before it."""
 
-    def __init__(self, *, norms_may_overflow: bool = False):
+    def __init__(self, recent: Sequence[float] = (), *, norms_may_overflow: bool = False):
         self._norms_may_overflow = norms_may_overflow  # float16's scaler takes care of that
-        self._recent = deque(maxlen=WINDOW)
+        self.restart(recent)
+
+    def restart(self, recent: Sequence[float]) -> None:
+        """Go on from where the run was put back to, and these were the losses before."""
+        self._recent = deque(recent, maxlen=WINDOW)
         self._suspicions = 0
+
+    @property
+    def recent(self) -> tuple[float, ...]:
+        """The losses that the next one is compared with, which a resumed run needs as well."""
+        return tuple(self._recent)
 
     def look(self, loss: Tensor, grad_norm: Tensor) -> Sight:
         for name, value in (("loss", loss.item()), ("gradient norm", grad_norm.item())):
@@ -74,6 +84,8 @@ class SkipWatch:
     optimiser's state, so a resumed run decides alike.
     """
 
+    recent: tuple[float, ...] = ()
+
     def __init__(self, optimizer: Optimizer, *, is_scaled: bool = False):
         self._optimizer, self._is_scaled = optimizer, is_scaled
         restored = optimizer.param_groups[0].get("spike_memory")
@@ -87,6 +99,9 @@ class SkipWatch:
         if in_a_row >= HOPELESS_SKIPS:
             return Sight(f"{in_a_row:.0f} updates in a row had to be skipped", skipped=new)
         return Sight(None, skipped=new)
+
+    def restart(self, recent: Sequence[float]) -> None:
+        """What it goes by was put back with the optimiser's state."""
 
     def _decide(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         norm = optimizer.grad_norm

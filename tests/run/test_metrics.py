@@ -396,7 +396,7 @@ def test_divergence_is_seen_when_a_line_is_due_or_when_asked(open_log):
         tell_step(log, 1, loss=math.nan)
         assert not log.diverged(look=False)
         assert log.diverged(look=True) and log.divergence == "the loss is nan"
-        log.forget_divergence()
+        log.went_back(())
         assert not log.diverged(look=True)
         tell_step(log, 10, grad_norm=math.inf)
         assert log.diverged(look=False)
