@@ -19,6 +19,7 @@ from nanofit.files import without_links
 from nanofit.terminal import InputError, redacted
 
 LOCK = "lock"  # who holds it is written into it
+PATIENCE_S = 2.0  # a process that was killed may take as long to let go of its memory and files
 
 
 @contextmanager
@@ -43,10 +44,15 @@ def _locked(folder: Path, setting: str) -> TextIO:
         raise InputError(
             f"cannot write to {setting} {folder} ({error.strerror}); use another --{setting}"
         ) from None
-    if not _take(file):
-        holder = _holder(file)
-        file.close()
-        raise InputError(f"{folder} is in use by {holder}; end that, or use another --{setting}")
+    due = time.monotonic() + PATIENCE_S
+    while not _take(file):
+        if time.monotonic() > due:
+            holder = _holder(file)
+            file.close()
+            raise InputError(
+                f"{folder} is in use by {holder}; end that, or use another --{setting}"
+            )
+        time.sleep(0.05)
     if not _is_in_place(file):  # whoever had it has just removed it
         file.close()
         return _locked(folder, setting)

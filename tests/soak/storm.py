@@ -75,6 +75,8 @@ def _launch(site: Site, out: Path, tally: Tally, left: int) -> tuple[Launched | 
     processes.end(launched.process)  # with what a killed launcher has left
     tally.add(course.name, launches=1, resumed=has_gone_on(course, launched))
     allowed = {0}.union(*(course.endings.get(one, set()) for one in launched.hit))
+    if course.is_whole(out):  # a signal that comes when all is done ends what is left at once
+        allowed |= {-signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT, 130}
     if code in allowed and not OUR_FRAME.search(said):
         return launched, left
     evidence = _keep_evidence(out.parent, course.work, said)
