@@ -202,6 +202,7 @@ class Progress:
             self._console.print(shown)
         except OSError as error:  # the job goes on
             self._console.quiet = not is_disk_full(error)
+            self._console.leave_to_stream()
 
     def restart_clock(self) -> None:
         """Leave what was done so far out of the speed: it was another one."""
@@ -235,6 +236,10 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         discard_output()
+
+    def leave_to_stream(self) -> None:
+        """What a full disk did not take lies in the stream's buffer, and need not lie here too."""
+        self._buffer.clear()
 
 
 def is_disk_full(error: OSError) -> bool:
