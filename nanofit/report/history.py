@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from nanofit.run.words import WENT_BACK
 from nanofit.terminal import InputError
 
 Record = dict[str, Any]
 
-WENT_BACK = {"rolled back", "went back"}  # events at the step from which all is done again
 _COMMON = {"step": int, "tokens": int, "seconds": float}
 _VALUES = {  # what a record of a kind must have to be of use
     "run": {"settings": dict, "data": dict, "machine": dict, "plan": dict, "memory": dict},

@@ -4,6 +4,7 @@ They get each record once metrics.jsonl has it, and never hold up the run: a rep
 child, a tracker in a thread of its own. What fails or hangs there is told, and the run goes on.
 """
 
+import json
 import os
 import queue
 import subprocess
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from nanofit.files import PROJECT, atomic_write
-from nanofit.run.words import OF_ALL_EVENTS, details_of, sentence
+from nanofit.run.words import OF_ALL_EVENTS, WENT_BACK, details_of, sentence
 from nanofit.settings.config import RunConfig
 from nanofit.terminal import first_line
 
 REPORT = "report.html"
 MOST_WAITING = 10_000  # records: a tracker that is so far behind hangs
 CLOSE_S = 60.0  # for what has to be sent in the end
+_TAIL_BYTES = 2**24  # of metrics.jsonl, in which what was measured last is
 
 Record = dict[str, Any]
 
@@ -188,14 +190,34 @@ class Wandb:
 
 
 class TensorBoard:
-    """torch's own writer; what a crash made come again is left out."""
+    """torch's own writer; what a crash made come again is left out.
+
+    What was measured at the first step, which goes with it, is written again, but for what this
+    launch measures itself before it goes on.
+    """
 
     def __init__(self, folder: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self._first_step = first_step
+        self._measured = _measured_at(first_step, folder / "metrics.jsonl")
 
     def write(self, record: Record) -> None:
+        if record["kind"] == "step" or record["step"] > self._first_step:
+            self._write_measured()
+        self._measured.pop(_subject(record), None)
+        self._write(record)
+
+    def close(self) -> None:
+        self._write_measured()
+        self._writer.close()
+
+    def _write_measured(self) -> None:
+        while self._measured:
+            self._write(self._measured.pop(next(iter(self._measured))))
+
+    def _write(self, record: Record) -> None:
         step = record["step"]
         if record["kind"] != "run":
             for name, value in _numbers(record).items():
@@ -204,8 +226,36 @@ class TensorBoard:
         for name, text in _texts(record):
             self._writer.add_text(name, text, step)
 
-    def close(self) -> None:
-        self._writer.close()
+
+def _measured_at(step: int, path: Path) -> dict[tuple[str, str], Record]:
+    """The evaluation and the samples of a step, as far as the run has not gone back since."""
+    found: dict[tuple[str, str], Record] = {}
+    for record in _newest(path):
+        kind, at = record.get("kind"), record.get("step")
+        if at == step and kind in ("eval", "sample"):
+            found[_subject(record)] = record
+        elif (kind == "run" or record.get("name") in WENT_BACK) and at < step:
+            found.clear()
+    return found
+
+
+def _subject(record: Record) -> tuple[str, str]:
+    """What is measured, at one step."""
+    return record["kind"], record.get("prompt", "")
+
+
+def _newest(path: Path) -> Iterator[Record]:
+    """The last records of a run; lines that are not whole are left out."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+        lines = file.read(_TAIL_BYTES).splitlines()
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record
 
 
 def _numbers(record: Record) -> dict[str, float]:

@@ -21,6 +21,7 @@ WARNINGS = {
 }
 BEGINNINGS = ("the run begins", "resumed")  # reasons of a first stage, told by the event before it
 EXPECTED = ("compiled in ", "memory was quiet")  # how reasons begin that are no trouble
+WENT_BACK = {"rolled back", "went back"}  # events at the step from which all is done again
 OF_ALL_EVENTS = ("kind", "step", "tokens", "seconds", "name")
 NUMBER = re.compile(r"(?<![\w.])\d+(?:[.,]\d+)*[kMB]?(?!\w)")
 

@@ -165,25 +165,74 @@ def command_of(pid: int) -> bytes:
 
 
 def test_tensorboard_shows_the_curve_and_what_was_repeated_once(tracked_run, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     tracked_run("--wandb_log=False", "--tensorboard_log=True", "--max_iters=9")
     for newer in ("out/ckpt-00000009.pt", "out/ckpt-best.pt"):  # as after a crash
         (tmp_path / newer).unlink(missing_ok=True)
     tracked_run("--wandb_log=False", "--tensorboard_log=True", "--max_iters=12")
-    shown = EventAccumulator(str(tmp_path / "out/tensorboard"), {"tensors": 0}).Reload()
-    run = read_history(tmp_path / "out")
-    evaluations = {one["step"]: one["val_loss"] for one in run.evaluations}
+    shown, run = shown_by_tensorboard(tmp_path / "out"), read_history(tmp_path / "out")
     curves = {
-        name: dict(zip(run.steps["step"], run.steps[name], strict=True)) for name in ("loss", "lr")
+        name: list(zip(run.steps["step"], run.steps[name], strict=True)) for name in ("loss", "lr")
     }
-    for name, curve in {**curves, "val_loss": evaluations}.items():
-        assert {one.step: one.value for one in shown.Scalars(name)} == pytest.approx(curve)
-        assert len(shown.Scalars(name)) == len(curve)
-    told = [
-        text.tensor_proto.string_val[0].decode() for text in shown.Tensors("event/text_summary")
+    curves["val_loss"] = [(one["step"], one["val_loss"]) for one in run.evaluations]
+    for name, curve in curves.items():
+        assert shown[name] == [(step, pytest.approx(value)) for step, value in curve]
+    assert any("resumed in eager" in text for _, text in shown["event"])
+
+
+@pytest.mark.parametrize("ends", [(9, 12), (6, 12), (7, 8, 9)])
+def test_tensorboard_shows_what_was_measured_where_a_run_was_extended_once(
+    tracked_run, tmp_path, ends
+):
+    """Whether or not it is measured again there: each sixth step is evaluated."""
+    flags = [
+        "--wandb_log=False",
+        "--tensorboard_log=True",
+        "--log_interval=5",
+        "--vocab_size=50304",
     ]
-    assert any("resumed in eager" in text for text in told)
+    for end in ends:
+        tracked_run(*flags, "--sample_prompts=One day | The river", f"--max_iters={end}")
+    shown, run = shown_by_tensorboard(tmp_path / "out"), read_history(tmp_path / "out")
+    assert [one["step"] for one in run.evaluations] == sorted({6, *ends})
+    for name in ("val_loss", "bits_per_byte"):
+        assert shown[name] == [(one["step"], pytest.approx(one[name])) for one in run.evaluations]
+    assert len(run.samples) == 2 * len({6, *ends})
+    told = [(one["step"], one["prompt"] + one["text"]) for one in run.samples]
+    assert sorted(shown["sample"]) == sorted(told)
+
+
+def test_tensorboard_shows_nothing_again_of_what_was_gone_back_from(tmp_path):
+    run = RunConfig(out_dir=str(tmp_path), report=False, tensorboard_log=True)
+    place = {"tokens": 8, "seconds": 1.0}
+    records = [
+        {"kind": "eval", "step": 9, "val_loss": 3.0, **place},
+        {"kind": "event", "step": 6, "name": "rolled back", "left_out_steps": 3, **place},
+        {"kind": "sample", "step": 9, "prompt": "One", "text": " day", **place},
+        {"kind": "event", "step": 8, "name": "saved", **place},
+    ]
+    lines = [*map(json.dumps, records), "[1]", '{"kind": "eval", "step": 9, "val']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    [sink] = open_sinks(run, {}, 9)
+    sink.close()
+    assert sink.news() is None
+    shown = shown_by_tensorboard(tmp_path)
+    assert "val_loss" not in shown
+    assert shown["sample"] == [(9, "One day")]
+
+
+def shown_by_tensorboard(out_dir: Path) -> dict[str, list[tuple[int, float | str]]]:
+    """Each curve's values and each kind of text, by step."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    read = EventAccumulator(str(out_dir / "tensorboard"), {"tensors": 0}).Reload()
+    shown = {}
+    for name in read.Tags()["tensors"]:
+        values = [(one.step, make_ndarray(one.tensor_proto)) for one in read.Tensors(name)]
+        if name.endswith("/text_summary"):
+            values = [(step, texts.item().decode()) for step, texts in values]
+        shown[name.removesuffix("/text_summary")] = values
+    return shown
 
 
 def history(file: Path) -> list[dict]:
