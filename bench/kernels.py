@@ -354,6 +354,8 @@ def _flops(func, args, results) -> int:
     if name in ("mm", "matmul", "addmm"):
         left, right = args[1:3] if name == "addmm" else args[:2]
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    if name == "linear":
+        return 2 * args[0].numel() * len(args[1])
     if name.startswith("_scaled_dot_product") and "backward" in name:
         return sdpa_backward_flop_count(*(one.shape for one in args[:4]))
     if name.startswith("_scaled_dot_product"):
@@ -365,7 +367,7 @@ def _kind_of_call(name: str) -> str:
     if name.startswith("triton_"):
         return "compiled"
     name = name.removeprefix("aten.")
-    if name.startswith(("mm.", "addmm.", "matmul.")):
+    if name.startswith(("mm.", "addmm.", "matmul.", "linear.")):
         return "products"
     if name.startswith("_scaled_dot_product"):
         return "attention"
