@@ -153,8 +153,11 @@ def _cell(row: dict[str, Any], name: str) -> str:
     if value is None:
         return ""
     _, decimals = COLUMNS.get(name, ("", 4))
-    shown = f"{value:,.{decimals}f}" if value < ENDLESS_VALUE else f"{value:.3g}"
-    return shown + (f" ±{error:.{decimals}f}" if error is not None else "")
+    return _figure(value, decimals) + (f" ±{_figure(error, decimals)}" if error is not None else "")
+
+
+def _figure(value: float, decimals: int) -> str:
+    return f"{value:,.{decimals}f}" if abs(value) < ENDLESS_VALUE else f"{value:.3g}"
 
 
 def _with_numbers(row: dict[str, Any]) -> dict[str, Any]:

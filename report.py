@@ -35,20 +35,20 @@ def _write(asked: argparse.Namespace) -> None:
 
     say = (lambda text: None) if asked.quiet else print
     report, path = _report(asked.folders), asked.out or asked.folders[0] / "report.html"
+    picture, place = path.with_suffix(".png"), path
     try:
         with atomic_write(path, is_shared=True) as temporary:
             temporary.write_text(page_of(report), encoding="utf-8")
         say(f"wrote {path}")
         if asked.open:
             _open(path.resolve().as_uri())
-        picture = path.with_suffix(".png")
+        place = picture
         with atomic_write(picture, is_shared=True) as temporary:
             save_png(report, temporary)
         say(f"wrote {picture}")
     except ImportError:
         say("no picture beside it: pip install 'matplotlib>=3.10,<4' would draw one")
     except OSError as error:
-        place = error.filename2 or error.filename or path
         raise InputError(
             f"{place} cannot be written ({error.strerror}); name another place with --out FILE.html"
         ) from error

@@ -29,6 +29,7 @@ _EXPECTED = {kind: _COMMON | values for kind, values in _VALUES.items()}
 _MAY_BE_NONE = {"loss", "grad_norm", "val_loss"}  # what was no number
 _TOO_LARGE = 2**63
 _LONGEST_LINE = 2**20  # characters
+_MOST_PROMPTS = 1000  # of a step, that are told from each other
 _MOST_RECORDS = 100_000  # of evaluations, of samples, and of launches and events together
 LONGEST_SAMPLE = 2000  # characters of a prompt and of what follows it
 _COLUMNS = (*_EXPECTED["step"], "mfu", "expected_low", "expected_high")
@@ -182,7 +183,7 @@ def _add(history: History, record: Record) -> bool:
 
 def _takes_place(record: Record, records: list[Record]) -> bool:
     """Whether this was told before, and now counts instead; as after a resume."""
-    for place in reversed(range(len(records))):
+    for place in reversed(range(max(len(records) - _MOST_PROMPTS, 0), len(records))):
         if records[place]["step"] != record["step"]:
             return False
         if records[place].get("prompt") == record.get("prompt"):

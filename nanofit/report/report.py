@@ -124,12 +124,12 @@ def _samples(history: History) -> list[dict[str, Any]]:
     steps = sorted({sample["step"] for sample in history.samples})
     prompts = max(Counter(sample["step"] for sample in history.samples).values(), default=1)
     shown = set(some_of(steps, max(MOST_SAMPLES // prompts, 2)))
+    samples = [sample for sample in history.samples if sample["step"] in shown]
     return [
         {
             "told": told_place(sample),
             "prompt": sample["prompt"],
             "text": sample["text"],
         }
-        for sample in history.samples
-        if sample["step"] in shown
+        for sample in some_of(samples, 10 * MOST_SAMPLES)  # so many prompts no run has
     ]

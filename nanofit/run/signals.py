@@ -52,7 +52,8 @@ def watch_for_requests() -> Iterator[Requests]:
         yield requests
     finally:
         for kind, handler in before.items():
-            signal.signal(kind, handler)
+            is_too_late = kind.name == _SAVE and handler is signal.SIG_DFL
+            signal.signal(kind, signal.SIG_IGN if is_too_late else handler)  # no reason to die
 
 
 def _known(*names: str) -> list[signal.Signals]:

@@ -223,8 +223,9 @@ class TensorBoard:
             for name, value in _numbers(record).items():
                 if name != "step":
                     self._writer.add_scalar(name, value, step)
-        for name, text in _texts(record):
-            self._writer.add_text(name, text, step)
+        for name, text in _texts(record):  # of one name it shows one text a step
+            what = record.get("prompt") or record.get("name")
+            self._writer.add_text(f"{name}/{what}" if what else name, text, step)
 
 
 def _measured_at(step: int, path: Path) -> dict[tuple[str, str], Record]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from nanofit.files import PROJECT
 from nanofit.settings.assignments import evaluate, read_assignments
 from nanofit.settings.shape import GPTConfig, Recompute
-from nanofit.terminal import InputError, parse_size, redacted
+from nanofit.terminal import InputError, discard_output, parse_size, redacted
 
 _TOO_MANY_LOGITS = 2**31  # for the kernels of a full loss, which count them in 32 bits
 _MOST_SEQUENCES, _MOST_HOURS = 10**6, 10**6  # of a step, of a run: more is a slip
@@ -311,7 +311,10 @@ def describe_knobs() -> str:
 def answer_help(argv: Sequence[str], purpose: str) -> None:
     """End the script with its purpose and all settings, if its command line asks for help."""
     if "--help" in argv or "-h" in argv:
-        print(purpose + describe_knobs())
+        try:
+            print(purpose + describe_knobs(), flush=True)
+        except BrokenPipeError:  # `head` has seen enough
+            discard_output()
         sys.exit()
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from nanofit.run.signals import watch_for_requests
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics
 from tests.processes import wait_for
@@ -51,6 +52,15 @@ def test_a_save_on_request_is_of_the_step_it_says_and_the_run_goes_on(running, t
     for name, weight in expected["model"].items():
         assert torch.equal(content["model"][name], weight), name
     assert len(read_events(out, "saved")) == 3
+
+
+def test_a_request_to_save_that_comes_too_late_ends_nothing():
+    before = signal.getsignal(signal.SIGUSR1)
+    with watch_for_requests() as requests:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert requests.take_save() and not requests.take_save()
+    os.kill(os.getpid(), signal.SIGUSR1)  # by default that ends a process
+    signal.signal(signal.SIGUSR1, before)
 
 
 def numbered(out):

@@ -166,7 +166,7 @@ GOLDEN = {
         "dtype": "float32",
         "eval_interval": 200,
         "eval_iters": 16,
-        "log_interval": 50,
+        "log_interval": 20,
         "sample_prompts": "One morning",
     },
     "train_fineweb": {

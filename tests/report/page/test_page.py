@@ -130,10 +130,7 @@ def test_samples_of_all_prompts_at_the_newest_step_are_open(report, show):
     "section",
     [
         "plan",
-        pytest.param(
-            "stages",
-            marks=pytest.mark.xfail(strict=True, reason="report.css folds no titles of columns"),
-        ),
+        "stages",
         "memory",
     ],
 )
