@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import threading
@@ -78,8 +79,11 @@ def _leave_at_once(code: int) -> NoReturn:
 
     A thread of torch's, gloo's or autograd's, that lets go of its last tensor meanwhile aborts the
     process, once in a dozen times, and torchrun then calls all of the run a failure. What libraries
-    still have to do gets its time, but not for ever: a tracker may wait for a dead network.
+    still have to do gets its time, but not for ever: a tracker may wait for a dead network. Nor is
+    a request to save that comes now a reason to die.
     """
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     leaving = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     leaving.start()
     leaving.join(LEAVING_S)

@@ -52,8 +52,7 @@ def watch_for_requests() -> Iterator[Requests]:
         yield requests
     finally:
         for kind, handler in before.items():
-            is_too_late = kind.name == _SAVE and handler is signal.SIG_DFL
-            signal.signal(kind, signal.SIG_IGN if is_too_late else handler)  # no reason to die
+            signal.signal(kind, handler)
 
 
 def _known(*names: str) -> list[signal.Signals]:

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from nanofit.run.signals import watch_for_requests
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics
 from tests.processes import wait_for
@@ -54,13 +53,17 @@ def test_a_save_on_request_is_of_the_step_it_says_and_the_run_goes_on(running, t
     assert len(read_events(out, "saved")) == 3
 
 
+LEAVES = """
+import atexit, os, signal, torch
+from nanofit.terminal import run_script
+atexit.register(lambda: (os.kill(os.getpid(), signal.SIGUSR1), print("left")))
+run_script(lambda words: None)
+"""
+
+
 def test_a_request_to_save_that_comes_too_late_ends_nothing():
-    before = signal.getsignal(signal.SIGUSR1)
-    with watch_for_requests() as requests:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert requests.take_save() and not requests.take_save()
-    os.kill(os.getpid(), signal.SIGUSR1)  # by default that ends a process
-    signal.signal(signal.SIGUSR1, before)
+    done = processes.run([sys.executable, "-c", LEAVES], cwd=PROJECT)
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
 
 
 def numbered(out):
