@@ -7,6 +7,7 @@ or not at all; what cannot be written is tried again until a newer one takes its
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nanofit.machine.memory import available_bytes
+from nanofit.machine.memory import available_bytes, is_out_of_memory
 
 RETRY_S = 30.0
 MOST_OF_HOST = 0.5  # of the memory it has left: what a copy may take
@@ -50,8 +51,9 @@ class Saver:
         self._open: dict[str | None, _Open] = {}  # what is not on the disk yet, by name
         self._outcomes: list[Saved] = []
         self._failed: set[str | None] = set()  # and was told of
-        self._thread: threading.Thread | None = None
         self._retry_at = float("inf")
+        self._writer, self._writing = _started_thread(), None
+        self._is_written_by_one = threading.Lock()
 
     def __enter__(self) -> "Saver":
         return self
@@ -59,6 +61,8 @@ class Saver:
     def __exit__(self, kind: type | None, *_: Any) -> None:
         if kind is not KeyboardInterrupt:  # whoever insists does not wait
             self.wait()
+        if self._writer:
+            self._writer.shutdown(wait=False)
 
     def save(self, content: Content, name: str | None = None) -> None:
         """Have a checkpoint written; where there is no room for a copy, wait until it is."""
@@ -93,22 +97,26 @@ class Saver:
 
     def wait(self) -> None:
         """Go on when nothing is being written."""
-        if self._thread:
-            self._thread.join()
+        error = self._writing and self._writing.exception()
+        if error is not None and not is_out_of_memory(error):
+            raise error
 
     def _is_writing(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._writing is not None and not self._writing.done()
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._write_open, name="saving")
         try:
-            thread.start()
-        except RuntimeError:  # no room for its stack, which is when a save matters most
+            self._writing = self._writer and self._writer.submit(self._write_open)
+        except MemoryError:  # which is when a save matters most
+            self._writing = None
+        if self._writing is None:
             self._write_open()
-        else:
-            self._thread = thread
 
     def _write_open(self) -> None:
+        with self._is_written_by_one:
+            self._write_all()
+
+    def _write_all(self) -> None:
         for name, one in list(self._open.items()):
             if one.content is None:
                 continue
@@ -129,6 +137,19 @@ class Saver:
             return outcome(path, path.stat().st_size, time.monotonic() - started)
         except Exception as error:  # torch.save has many for a full disk, and for full memory
             return outcome(None, 0, time.monotonic() - started, error)
+
+
+def _started_thread() -> ThreadPoolExecutor | None:
+    """A thread that is there from the beginning; None where there is no room for its stack.
+
+    To start one when there is hardly any memory left may take for ever.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="saving")
+    try:
+        pool.submit(int).result()
+    except RuntimeError:
+        return None
+    return pool
 
 
 def _check_sound(content: Content) -> None:

@@ -182,6 +182,7 @@ def test_memory_of_a_cpu_is_not_bounded_elsewhere_than_on_linux(card, python):
         DESCRIBE
         + """
 from pathlib import Path
+from nanofit.machine.memory import available_bytes
 from nanofit.terminal import InputError
 
 def refuse(path, *_, **__):
@@ -192,13 +193,14 @@ memory = describe_device("cpu").memory()
 try:
     memory.limit(2**30)
 except InputError as error:
-    say(can_run_out=memory.can_run_out(), said=str(error))
+    say(can_run_out=memory.can_run_out(), said=str(error), available=available_bytes())
 """
     )
     [seen], _ = python(code, on=card(devices=0))
     assert seen == {
         "can_run_out": False,
         "said": "memory_limit on a CPU needs Linux; leave it out",
+        "available": None,
     }
 
 

@@ -1,5 +1,6 @@
 """Checkpoints written behind the run: what was there when they were asked for, or nothing."""
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from nanofit.run import saving
 from nanofit.run.checkpoint import Checkpoints
 from nanofit.run.saving import Saver
+from tests import processes
+from tests.processes import PROJECT
 
 
 def content(step: int) -> dict:
@@ -175,23 +178,57 @@ def test_without_room_for_a_copy_the_run_waits_and_a_failure_is_final(
 
 
 @pytest.mark.parametrize("may_copy", [True, False])
-def test_a_thread_is_started_only_for_what_can_be_tried_again(
-    checkpoints, broken, monkeypatch, may_copy
-):
+def test_only_what_was_copied_is_tried_again(monkeypatch, may_copy):
     monkeypatch.setattr(saving, "RETRY_S", 0.0)
-    saver = Saver(checkpoints.save, may_copy=may_copy)
-    saver.save(content(6))
-    saver.wait()
-    threads = set()
-    threading.setprofile(lambda *_: threads.add(threading.current_thread()))  # of each new one
-    try:
+    tries = []
+
+    def write(content, name):
+        tries.append(content["iter_num"])
+        raise OSError("the disk is full")
+
+    with Saver(write, may_copy=may_copy) as saver:
+        saver.save(content(6))
         for _ in range(3):
-            saver.outcomes()
             saver.wait()
-    finally:
-        threading.setprofile(None)
-    assert [one.name for one in threads].count("saving") == (3 if may_copy else 0)
-    assert saver.failed_step == 6
+            saver.outcomes()
+    assert tries == (4 * [6] if may_copy else [6])
+
+
+SHORT_OF_MEMORY = """
+import resource
+from pathlib import Path
+from nanofit.run.saving import Saver
+from tests import processes
+from tests.processes import PROJECT
+
+def write(content, name):
+    path = Path(str(content["iter_num"]))
+    path.touch()
+    return path
+
+def leave(more_bytes):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    taken = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+    limit = 1024 * taken + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+with Saver(write) as saver:
+    for step in range(20):
+        leave(2**23 + 2**15 * step)  # a thread's stack, and not all that it needs to begin
+        saver.save({"iter_num": step, "model": {}, "optimizer": {}})
+        saver.wait()
+    resource.setrlimit(resource.RLIMIT_DATA, 2 * [resource.RLIM_INFINITY])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_a_save_waits_for_no_thread_that_has_no_memory_to_begin_with(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
+    done = processes.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY], cwd=tmp_path, env=environment, timeout_s=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("[0-9]*"))) == 20
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
