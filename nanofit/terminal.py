@@ -85,8 +85,9 @@ def _leave_at_once(code: int) -> NoReturn:
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     leaving = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
-    leaving.start()
-    leaving.join(LEAVING_S)
+    with suppress(KeyboardInterrupt):  # whoever insists does not wait
+        leaving.start()
+        leaving.join(LEAVING_S)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody may be reading any more
             stream.flush()

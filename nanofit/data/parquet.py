@@ -355,6 +355,11 @@ def _damage_told(location: str, where: str = "") -> Iterator[None]:
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         if getattr(error, "errno", None):
             raise  # the disk or the network fails, not the file
+        if "Not yet implemented" in str(error):  # whatever its kind
+            raise InputError(
+                f"{location} cannot be read{where} ({first_line(error)}); if it is not damaged, "
+                "write it anew in a form that pyarrow can read"
+            ) from error
         raise InputError(
             f"{location} is damaged{where} ({first_line(error)}); fetch it again"
         ) from error

@@ -181,3 +181,11 @@ def test_a_description_larger_than_any_is_not_read(tmp_path):
 )
 def test_a_form_is_what_it_says(value, form, expected):
     assert has_form(value, form) is expected
+
+
+def test_numbers_of_any_size_are_looked_at():
+    assert (
+        has_form(10**300, float) is has_form(10**400, float) is has_form(-(10**400), float) is False
+    )
+    assert has_form(float("nan"), float) is has_form(float("inf"), float) is False
+    assert has_form(7, float) and has_form(-0.5, float)

@@ -54,16 +54,23 @@ def test_a_save_on_request_is_of_the_step_it_says_and_the_run_goes_on(running, t
 
 
 LEAVES = """
-import atexit, os, signal, torch
+import atexit, os, signal, time, torch
 from nanofit.terminal import run_script
-atexit.register(lambda: (os.kill(os.getpid(), signal.SIGUSR1), print("left")))
+atexit.register(lambda: (os.kill(os.getpid(), signal.{name}), time.sleep({seconds}), print("left")))
 run_script(lambda words: None)
 """
 
 
 def test_a_request_to_save_that_comes_too_late_ends_nothing():
-    done = processes.run([sys.executable, "-c", LEAVES], cwd=PROJECT)
-    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
+    script = LEAVES.format(name="SIGUSR1", seconds=0)
+    done = processes.run([sys.executable, "-c", script], cwd=PROJECT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+
+
+def test_an_interrupt_that_comes_too_late_waits_for_nothing():
+    script = LEAVES.format(name="SIGINT", seconds=50)
+    done = processes.run([sys.executable, "-c", script], cwd=PROJECT, timeout_s=40)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def numbered(out):
