@@ -204,6 +204,7 @@ def test_second_interrupt_ends_at_once(tiny_dataset, tmp_path):
     assert process.returncode == 130
 
 
+@pytest.mark.slow
 def test_run_killed_at_any_moment_goes_on_from_a_whole_checkpoint(tiny_run, tiny_dataset, tmp_path):
     out = tmp_path / "out"
     flags = ["--max_iters=400", "--save_interval=1", "--eval_interval=400"]
@@ -630,6 +631,7 @@ HOURS = ["--hours=0.002", "--warmup_iters=20", "--save_interval=1", "--keep_chec
 HOURS += ["--eval_interval=100000"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_a_run_in_hours_is_the_run_of_the_steps_it_fixes(tiny_run, tmp_path, schedule):
     timed, counted = tmp_path / "timed", tmp_path / "counted"

@@ -42,6 +42,7 @@ def _own_cache(tmp_path, monkeypatch, shared_cache):
     (tmp_path / "nanofit" / "memory").symlink_to(shared)
 
 
+@pytest.mark.slow
 def test_fit_is_the_largest_divisor_that_survives(capsys):
     setup = Setup(SHAPE, dtype="float32")
     peak = run_trial(setup, 16, device="cpu", limit_bytes=10**9).peak_bytes

@@ -241,6 +241,7 @@ def test_no_logit_gets_past_the_cap_and_small_ones_stay():
     assert soft_capped(logits, None) is logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_opaque_op_with_bias_and_cap_states_its_shapes_and_work(with_gradients):
     hidden, weight, targets, bias = head()
