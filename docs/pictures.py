@@ -3,6 +3,7 @@
 make pictures        # after make demo; needs chromium
 """
 
+import io
 import os
 import shutil
 import subprocess
@@ -47,7 +48,7 @@ def _explained() -> str:
     done = subprocess.run(
         [sys.executable, *EXPLAIN], cwd=PROJECT, env=environment, check=True, capture_output=True
     )
-    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
     command = f'$ python {" ".join(EXPLAIN[:-1])} "{EXPLAIN[-1]}"\n'
     console.print(Text(command, style="bold"), Text.from_ansi(done.stdout.decode()), sep="")
     return console.export_html(inline_styles=True)

@@ -67,7 +67,7 @@ def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
     """A checkpoint's content, on the CPU; it is read as data, so it cannot run code.
 
-    With `mmap` only the tensors that are used are read from the disk.
+    All of it is read once, for its checksums; with `mmap` only tensors that are used take memory.
     """
     try:
         path.open("rb").close()

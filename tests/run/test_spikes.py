@@ -73,6 +73,14 @@ def test_first_losses_are_not_judged():
     assert not show(LossWatch(), [1.0] * 15 + [1000.0]).is_suspect
 
 
+def learn(optimizer, weight, gradients):
+    """An update with each gradient, all of whose elements are the same."""
+    for gradient in gradients:
+        weight.grad = torch.full((3,), gradient)
+        optimizer.grad_norm = weight.grad.norm()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 100.0])
 def test_an_update_from_a_spike_leaves_weights_and_moments_alone(bad):
     """Against a run that never saw the spike."""
@@ -81,10 +89,7 @@ def test_an_update_from_a_spike_leaves_weights_and_moments_alone(bad):
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
         watch = SkipWatch(optimizer)
-        for gradient in gradients:
-            weight.grad = torch.full((3,), gradient)
-            optimizer.grad_norm = weight.grad.norm()
-            optimizer.step()
+        learn(optimizer, weight, gradients)
         parameters.append(weight.detach())
     assert torch.equal(*parameters)
     assert watch.look(None, None).skipped == 0
@@ -96,10 +101,7 @@ def test_skips_are_told_once_and_too_many_in_a_row_are_divergence():
     watch = SkipWatch(optimizer)
 
     def step(*gradients):
-        for gradient in gradients:
-            weight.grad = torch.full((3,), gradient)
-            optimizer.grad_norm = weight.grad.norm()
-            optimizer.step()
+        learn(optimizer, weight, gradients)
         return watch.look(None, None)
 
     assert step(1.0, math.nan, 1.0, math.nan) == (None, False, 2)
@@ -120,10 +122,7 @@ def test_skips_of_a_state_that_was_gone_back_to_are_told_neither_again_nor_as_fe
     watch = SkipWatch(optimizer)
 
     def step(*gradients):
-        for gradient in gradients:
-            weight.grad = torch.full((3,), gradient)
-            optimizer.grad_norm = weight.grad.norm()
-            optimizer.step()
+        learn(optimizer, weight, gradients)
         return watch.look(None, None).skipped
 
     assert step(1.0, math.nan, 1.0) == 1
