@@ -25,7 +25,7 @@ def main() -> None:
     with sync_playwright() as playwright:
         place = shutil.which("chromium") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=place, args=["--no-sandbox"])
-        _take(browser, REPORT, PROJECT / "docs/report.png", size=(1280, 1000))
+        _take(browser, REPORT, PROJECT / "docs/report.png", size=(1280, 1300))
         with tempfile.NamedTemporaryFile("w", suffix=".html", encoding="utf-8") as page:
             page.write(_explained())
             page.flush()

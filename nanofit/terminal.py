@@ -196,7 +196,8 @@ class Progress:
         self.done, self.note = done, note or self.note
         if self._live is None and time.monotonic() >= self._next_line and done < self.total:
             self._next_line = time.monotonic() + self.every_s
-            self.line(f"{self.label} {done / self.total:.0%}  {self.note}  eta {self.eta()}")
+            words = [f"{self.label} {done / self.total:.0%}", self.note, f"eta {self.eta()}"]
+            self.line("  ".join(filter(None, words)))
 
     def line(self, text: str, *, style: str = "", bold: Sequence[str] = ()) -> None:
         """Print a line that stays, above the live one; style and bold words are for a terminal."""

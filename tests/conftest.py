@@ -120,7 +120,8 @@ def read_metrics(out_dir: Path, kind: str, value: str) -> dict[int, float]:
 
 
 def read_records(out_dir: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (out_dir / "metrics.jsonl").read_text().splitlines()
+    """Of whole lines: the last one may just be being written, or its writer was killed."""
+    *lines, _ = (out_dir / "metrics.jsonl").read_text().split("\n")
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 

@@ -180,6 +180,22 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def children_running(pid: int, words: bytes) -> list[int]:
+    """Those in whose command these words are; others may end while one looks."""
+    found = []
+    with suppress(OSError):
+        for child in children_of(pid):
+            with suppress(OSError):
+                if words in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(child)
+    return found
+
+
+def is_stopped(pid: int) -> bool:
+    """As SIGSTOP leaves it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T"
+
+
 @cache
 def guarded() -> str:
     """Have a guard watch this process, and mark all that it starts; returns the mark."""

@@ -55,7 +55,7 @@ def typed(tmp_path):
         options = {"cwd": tmp_path, "env": environment, "stdin": subprocess.PIPE}
         words = [*launcher, *ours, *more]
         started = [processes.start(words, **options) for _ in range(machines)]
-        said = [one.communicate("Hello\n", timeout=120) for one in started]
+        said = [one.communicate("Hello\n", timeout=processes.TIMEOUT_S) for one in started]
         assert not any(one.returncode for one in started), (command, said)
 
     return type_it

@@ -129,7 +129,7 @@ def test_a_reader_who_leaves_or_asks_nonsense_is_no_news(tmp_path):
         assert asked(port, "[x") == b""
         assert asked(port, "localhost").startswith(b"HTTP/1.0 200 OK")
     served.send_signal(signal.SIGINT)
-    assert served.wait(timeout=30) == 0
+    assert served.wait(timeout=120) == 0
     assert served.stderr.read() == ""
 
 
@@ -156,6 +156,6 @@ def test_reports_written_at_once_are_whole(tmp_path):
     stories.write(tmp_path, stories.whole_run(2000))
     command = [sys.executable, PROJECT / "report.py", tmp_path, "--quiet"]
     several = [processes.start(command, stdout=subprocess.DEVNULL) for _ in range(3)]
-    assert [one.wait(timeout=60) for one in several] == [0, 0, 0]
+    assert [one.wait(timeout=300) for one in several] == [0, 0, 0]
     assert data_in(tmp_path / "report.html")["runs"][0]["steps"] == 2000
     assert not list(tmp_path.glob("*.tmp"))

@@ -121,6 +121,13 @@ def test_progress_in_a_pipe_is_plain_lines_with_the_time_left():
     assert last.rstrip() == ("done [bold]all[/bold] × 4 " + "long " * 60).rstrip()
 
 
+def test_without_a_note_there_is_no_gap_for_it():
+    line, *_ = run(
+        REPORTING.replace('f"seen {{done}}"', '""').format(every_s=0)
+    ).stdout.splitlines()
+    assert re.sub(r"\d+s$", "_s", line) == "counting 25%  eta _s"
+
+
 def test_progress_leaves_standard_output_to_a_result():
     to_errors = REPORTING.replace("4, every_s", "4, stream=sys.stderr, every_s")
     done = run("import sys\n" + to_errors.format(every_s=0))

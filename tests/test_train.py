@@ -197,8 +197,10 @@ def test_second_interrupt_ends_at_once(tiny_dataset, tmp_path):
     begun = cpu_seconds(process.pid)
     wait_for(lambda: cpu_seconds(process.pid) > begun + 0.5)
     process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=1)
+    # What comes within half a second of the first, as it is noticed, counts as the same.
+    asked = cpu_seconds(process.pid)
+    wait_for(lambda: process.poll() is not None or cpu_seconds(process.pid) > asked + 1)
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=180)
     assert process.returncode == 130
@@ -348,7 +350,7 @@ def test_run_that_is_beyond_its_end_ends_at_once(tiny_dataset, tmp_path):
         hook.remove()
     before = (out / "ckpt-00000008.pt").read_bytes()
     words += ["--max_iters=5", "--lr_decay_iters=12"]
-    done = processes.run_script("train.py", *words, cwd=tmp_path, timeout_s=60)
+    done = processes.run_script("train.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [event["step"] for event in read_events(out, "stopped")] == [8]
     assert [event["step"] for event in read_events(out, "finished")] == [8]

@@ -486,7 +486,7 @@ def test_an_interrupted_export_leaves_what_was_there(tmp_path):
     process = processes.start(words, cwd=tmp_path)
     processes.wait_for(lambda: list(tmp_path.glob("hf.*.tmp/README.md")), interval_s=0.005)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=180)
     assert (process.returncode, stderr) == (130, "interrupted\n")
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["README.md"]
     assert {path.name for path in tmp_path.iterdir()} == {"run", "hf"}

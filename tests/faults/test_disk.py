@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics
 from tests.disturb import full_disk, small_disk
-from tests.processes import wait_for
+from tests.processes import TIMEOUT_S, wait_for
 
 LONG = ["--max_iters=1000", "--eval_interval=50", "--save_interval=25"]
 
@@ -52,6 +52,14 @@ def read(path: Path) -> dict:
     return torch.load(path, weights_only=True)
 
 
+def newest_in(out: Path) -> tuple[Path, dict]:
+    """A run's newest checkpoint; while one looks at it, it may become too old to be kept."""
+    while True:
+        path = max(out.glob("ckpt-0*.pt"))
+        with suppress(FileNotFoundError):
+            return path, read(path)
+
+
 def weights(out: Path) -> dict:
     return read(out / "ckpt-00001000.pt")["model"]
 
@@ -60,14 +68,13 @@ def weights(out: Path) -> dict:
 def test_a_disk_that_fills_up_costs_no_checkpoint_and_no_step(running, disk, tiny_run, tmp_path):
     out = disk / "out"
     process = running(out)
-    newest = max(path.name for path in out.glob("ckpt-0*.pt"))
-    good = read(out / newest)
+    newest, good = newest_in(out)
     with full_disk(disk):
         wait_for(lambda: "NOT SAVED" in text(tmp_path), interval_s=0.005)
         full_at = int(re.findall(r"step (\d+)", text(tmp_path))[-1])
-        if (out / newest).exists():  # and no newer three were written before the disk was full
-            assert_equal(read(out / newest)["model"], good["model"])
-    assert process.wait(120) == 0, text(tmp_path)
+        if newest.exists():  # and no newer three were written before the disk was full
+            assert_equal(read(newest)["model"], good["model"])
+    assert process.wait(TIMEOUT_S) == 0, text(tmp_path)
     after = [event["step"] for event in read_events(out, "saved") if event["step"] > full_at]
     assert after, "it was not tried again"
     whole = tmp_path / "whole"
@@ -117,7 +124,7 @@ def test_a_folder_that_takes_nothing_for_a_while_costs_no_checkpoint_and_no_step
     process = running(out)
     with refused(out, process.pid):
         wait_for(lambda: "NOT SAVED" in text(tmp_path), interval_s=0.005)
-    assert process.wait(120) == 0, text(tmp_path)
+    assert process.wait(TIMEOUT_S) == 0, text(tmp_path)
     assert text(tmp_path).count("metrics.jsonl could not be written") <= 1
     assert "Traceback" not in text(tmp_path)
     assert tiny_run(*LONG, out_dir=whole).returncode == 0
@@ -130,7 +137,7 @@ def test_a_folder_that_is_removed_is_made_again(running, tiny_run, tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     process = running(out)
     shutil.rmtree(out, ignore_errors=True)
-    assert process.wait(120) == 0, text(tmp_path)
+    assert process.wait(TIMEOUT_S) == 0, text(tmp_path)
     assert "was removed; begun anew" in text(tmp_path)
     assert tiny_run(*LONG, out_dir=whole).returncode == 0
     assert_equal(weights(out), weights(whole))

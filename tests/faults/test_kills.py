@@ -5,7 +5,6 @@ import random
 import signal
 import sys
 import time
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_events, read_metrics, recorded, run_tiny
 from tests.disturb import MOMENTS, kill
-from tests.processes import children_of, wait_for
+from tests.processes import TIMEOUT_S, children_running, wait_for
 
 pytestmark = pytest.mark.slow
 LENGTH = ["--max_iters=240", "--eval_interval=20", "--save_interval=10", "--dropout=0.1"]
@@ -36,7 +35,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
         launched = launch(tiny_dataset, out, *flags)
         was_killed = moment is not None and kill(launched, moment(chance, out, WITHIN_S))
         killed += was_killed
-        if not was_killed and launched.wait(120) == 0 and "ckpt-00000240.pt" in names(out):
+        if not was_killed and launched.wait(TIMEOUT_S) == 0 and "ckpt-00000240.pt" in names(out):
             break
     assert killed >= kills - len(MOMENTS), "it was over too soon"
     one, other = (
@@ -63,8 +62,7 @@ def test_a_run_killed_while_it_looks_for_what_fits_leaves_nothing_behind(
     command = [sys.executable, PROJECT / "train.py", *words]
     for _ in range(2):
         run = processes.start(command, cwd=tmp_path, env=environment)
-        wait_for(lambda: trials_of(run.pid), interval_s=0.005)  # noqa: B023
-        [trial] = trials_of(run.pid)
+        trial = first_trial_of(run.pid)
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
         wait_for(lambda: not Path(f"/proc/{trial}").exists())  # noqa: B023
@@ -74,15 +72,16 @@ def test_a_run_killed_while_it_looks_for_what_fits_leaves_nothing_behind(
     assert read_metrics(out, "step", "loss") == read_metrics(whole, "step", "loss")
 
 
-def trials_of(pid: int) -> list[int]:
-    """Its children that try what fits."""
-    with suppress(OSError):
-        return [
-            child
-            for child in children_of(pid)
-            if b"nanofit.fit.trial" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
-    return []
+def first_trial_of(pid: int) -> int:
+    """Its first child that tries what fits."""
+    trials: list[int] = []
+
+    def has_begun() -> list[int]:
+        trials.extend(children_running(pid, b"nanofit.fit.trial"))
+        return trials
+
+    wait_for(has_begun, interval_s=0.005)
+    return trials[0]
 
 
 def launch(dataset: Path, out: Path, *flags: str):

@@ -10,10 +10,11 @@ import torch
 
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_metrics
-from tests.processes import wait_for
+from tests.processes import TIMEOUT_S, wait_for
 
 pytestmark = pytest.mark.slow
-LENGTH = ["--max_iters=400", "--save_interval=10", "--eval_interval=400"]
+LENGTH = ["--lr_decay_iters=400", "--save_interval=10", "--eval_interval=90000"]
+ENDLESS = "--max_iters=90000"  # so that the run does not end before its data are lost
 
 
 def cut_short(path) -> None:
@@ -37,21 +38,23 @@ def test_a_read_that_fails_in_mid_step_leaves_a_whole_checkpoint_and_the_same_cu
 ):
     data, out, whole = tmp_path / "data", tmp_path / "out", tmp_path / "whole"
     shutil.copytree(tiny_dataset, data)
-    words = [*TINY_MODEL, f"--dataset={data}", f"--out_dir={out}", *LENGTH]
+    words = [*TINY_MODEL, f"--dataset={data}", f"--out_dir={out}", *LENGTH, ENDLESS]
     with (tmp_path / "said").open("w") as said:
         command = [sys.executable, PROJECT / "train.py", *words]
         process = processes.start(command, cwd=tmp_path, stdout=said, stderr=said)
     wait_for(lambda: "ckpt-00000020.pt, " in (tmp_path / "said").read_text(), interval_s=0.005)
     lose(data / "train.bin")
-    assert process.wait(120) == ends_with
+    assert process.wait(TIMEOUT_S) == ends_with
     assert told in (tmp_path / "said").read_text()
     newest = max(out.glob("ckpt-0*.pt"))
-    assert torch.load(newest, weights_only=True)["iter_num"] >= 20
-    refused = tiny_run(*LENGTH, f"--dataset={data}")
+    saved_at = torch.load(newest, weights_only=True)["iter_num"]
+    assert saved_at >= 20
+    later = [*LENGTH, f"--max_iters={saved_at + 40}"]  # beyond what is done again
+    refused = tiny_run(*later, f"--dataset={data}")
     assert refused.returncode == 2
     [line] = refused.stderr.splitlines()
     assert refused_with in line
     shutil.copy(tiny_dataset / "train.bin", data / "train.bin")
-    assert tiny_run(*LENGTH, f"--dataset={data}").returncode == 0
-    assert tiny_run(*LENGTH, out_dir=whole).returncode == 0
+    assert tiny_run(*later, f"--dataset={data}").returncode == 0
+    assert tiny_run(*later, out_dir=whole).returncode == 0
     assert read_metrics(out, "step", "loss") == read_metrics(whole, "step", "loss")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanofit.terminal import InputError
-from tests.processes import wait_for
+from tests.processes import is_stopped, wait_for
 from tests.shards import (
     assert_same_dataset,
     damage,
@@ -186,14 +186,24 @@ def test_a_merge_without_room_changes_nothing(tmp_path, small_disk):
 # Not alone
 
 
+STOPS_HALF_WAY = """
+import os, signal
+def commit_and_stop(writer, *, commit=bins.BinWriter.commit, **how):
+    commit(writer, **how)
+    if writer.position[1] > 1000:
+        bins.BinWriter.commit = commit
+        os.kill(os.getpid(), signal.SIGSTOP)
+bins.BinWriter.commit = commit_and_stop
+"""
+
+
 @pytest.fixture
 def stopped(tmp_path):
     """A preparation that has come half-way and is held there."""
     shard = write_shard(tmp_path / "a.parquet", make_texts(6000), group=500)
-    process = start(tmp_path / "out", shard)
-    wait_for(lambda: position_in(tmp_path / "out")[1] > 1000, interval_s=0.001)
-    process.send_signal(signal.SIGSTOP)
-    assert process.poll() is None
+    process = start(tmp_path / "out", shard, STOPS_HALF_WAY)
+    wait_for(lambda: is_stopped(process.pid))
+    assert 1000 < position_in(tmp_path / "out")[1] < 6000
     yield process, shard
     process.kill()
 

@@ -14,10 +14,12 @@ import torch
 
 from tests import processes
 from tests.conftest import PROJECT, TINY_MODEL, read_metrics, read_records
-from tests.processes import wait_for
+from tests.processes import TIMEOUT_S, is_stopped, wait_for
 
 pytestmark = pytest.mark.slow
-LENGTH = ["--max_iters=200", "--eval_interval=100", "--learning_rate=1e-3", "--min_lr=1e-4"]
+LENGTH = ["--max_iters=200", "--lr_decay_iters=200", "--eval_interval=100"]
+LENGTH += ["--learning_rate=1e-3", "--min_lr=1e-4"]
+ENDLESS = "--max_iters=100000"  # so that no run ends before we come to disturb it
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def expected(tiny_run, tmp_path):
     """The losses of the same run undisturbed, as far as another one has come."""
 
     def losses(steps: int = 200) -> dict[int, float]:
-        done = tiny_run(*LENGTH, out_dir=tmp_path / "whole")
+        done = tiny_run(*LENGTH, f"--max_iters={steps}", out_dir=tmp_path / "whole")
         assert done.returncode == 0, done.stderr
         whole = read_metrics(tmp_path / "whole", "step", "loss")
         return {step: whole[step] for step in range(steps)}
@@ -40,8 +42,8 @@ def expected(tiny_run, tmp_path):
     return losses
 
 
-def has_begun(out: Path) -> bool:
-    return (out / "metrics.jsonl").exists() and len(read_records(out, "step")) > 5
+def has_begun(out: Path, *, steps: int = 5) -> bool:
+    return (out / "metrics.jsonl").exists() and len(read_records(out, "step")) > steps
 
 
 def on_a_terminal(command: list, *, hangup: signal.Handlers) -> tuple:
@@ -78,12 +80,13 @@ def test_a_terminal_that_goes_is_a_request_to_stop_unless_hangups_are_ignored(
     command, expected, hangup
 ):
     words, out = command
-    process, terminal = on_a_terminal(words, hangup=hangup)
+    goes_on = hangup == signal.SIG_IGN
+    process, terminal = on_a_terminal(words if goes_on else [*words, ENDLESS], hangup=hangup)
     read_until(terminal, lambda: has_begun(out))
     os.close(terminal)
-    assert process.wait(120) == 0
+    assert process.wait(TIMEOUT_S) == 0
     losses = read_metrics(out, "step", "loss")
-    assert (max(losses) == 199) == (hangup == signal.SIG_IGN)
+    assert not goes_on or max(losses) == 199
     assert losses == expected(len(losses))
     newest = max(out.glob("ckpt-0*.pt"))
     assert torch.load(newest, weights_only=True)["iter_num"] == len(losses)
@@ -93,7 +96,7 @@ def test_streams_that_are_closed_are_not_taken_for_files(command, expected):
     """Else the first files that are opened would get all that is printed."""
     words, out = command
     shell = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *words]
-    assert processes.start(shell).wait(120) == 0
+    assert processes.start(shell).wait(TIMEOUT_S) == 0
     assert read_metrics(out, "step", "loss") == expected()
     for path in out.glob("*.jsonl"):
         assert all(line.startswith("{") for line in path.read_text().splitlines())
@@ -101,18 +104,19 @@ def test_streams_that_are_closed_are_not_taken_for_files(command, expected):
 
 def test_a_host_that_sleeps_changes_nothing(command, expected):
     words, out = command
-    process = processes.start(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    process = processes.start([*words, ENDLESS], **quiet)
     for steps in (20, 60):
-        wait_for(lambda: has_begun(out) and len(read_records(out, "step")) > steps)  # noqa: B023
+        wait_for(lambda: has_begun(out, steps=steps))  # noqa: B023
         os.kill(process.pid, signal.SIGSTOP)
-        wait_for(lambda: state_of(process.pid) == "T")
+        wait_for(lambda: is_stopped(process.pid))
         os.kill(process.pid, signal.SIGCONT)
-    assert process.wait(120) == 0
-    assert read_metrics(out, "step", "loss") == expected()
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    awake_at = len(read_records(out, "step"))
+    wait_for(lambda: has_begun(out, steps=awake_at + 20))
+    process.terminate()
+    assert process.wait(TIMEOUT_S) == 0
+    losses = read_metrics(out, "step", "loss")
+    assert losses == expected(len(losses))
 
 
 JUMPING = """

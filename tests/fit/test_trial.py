@@ -14,7 +14,7 @@ from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
 from nanofit.settings.shape import GPTConfig
 from tests import processes
-from tests.processes import wait_for
+from tests.processes import children_running, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 
@@ -88,8 +88,8 @@ run_trial(setup, 8, device="cpu", limit_bytes=None)
 def test_trial_ends_with_a_parent_that_is_killed():
     parent = processes.start([sys.executable, "-c", PARENT], cwd=processes.PROJECT)
     assert parent.stdout.readline() == "begins\n"
-    wait_for(lambda: processes.children_of(parent.pid))
-    [child] = processes.children_of(parent.pid)
+    wait_for(lambda: children_running(parent.pid, b"nanofit.fit.trial"))
+    [child] = children_running(parent.pid, b"nanofit.fit.trial")
     wait_for(lambda: memory_of(child) > 400 * 10**6)  # it computes, for minutes
     parent.kill()
     wait_for(lambda: not memory_of(child), timeout_s=20)

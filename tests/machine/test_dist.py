@@ -81,7 +81,7 @@ def test_processes_that_do_not_know_where_to_meet_are_refused_in_a_line(
     tmp_path, variables, missing
 ):
     command = [sys.executable, PROJECT / "train.py", f"--out_dir={tmp_path / 'out'}"]
-    done = processes.run(command, variables={"WORLD_SIZE": "2", **variables}, timeout_s=60)
+    done = processes.run(command, variables={"WORLD_SIZE": "2", **variables})
     [line] = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
     assert "error: the processes cannot meet (" in line and f"{missing} expected" in line

@@ -28,7 +28,7 @@ def run_apart(tiny_dataset, tmp_path):
     def run(*own: str):
         words = [*TINY_MODEL, f"--dataset={tiny_dataset}", f"--out_dir={tmp_path / 'out'}"]
         each = [[flag] for flag in own]
-        return processes.run_ranks(2, "train.py", *words, cwd=tmp_path, own=each, timeout_s=60)
+        return processes.run_ranks(2, "train.py", *words, cwd=tmp_path, own=each)
 
     return run
 

@@ -224,9 +224,7 @@ with Saver(write) as saver:
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_a_save_waits_for_no_thread_that_has_no_memory_to_begin_with(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}
-    done = processes.run(
-        [sys.executable, "-c", SHORT_OF_MEMORY], cwd=tmp_path, env=environment, timeout_s=60
-    )
+    done = processes.run([sys.executable, "-c", SHORT_OF_MEMORY], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("[0-9]*"))) == 20
 

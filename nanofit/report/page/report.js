@@ -95,7 +95,8 @@ function section(id, partOf, isNarrow = true) {
 
 // ---- numbers in words
 
-function compact(number) {
+// In figures enough to be told from another one that is `apart` from it.
+function compact(number, apart) {
   const size = Math.abs(number);
   const [unit, name] = [
     [1e12, "T"],
@@ -104,7 +105,8 @@ function compact(number) {
     [1e3, "k"],
     [1, ""],
   ].find(([one]) => size >= one) || [1, ""];
-  return String(Number((number / unit).toPrecision(4))) + name;
+  const digits = apart > 0 ? Math.floor(Math.log10(size)) - Math.floor(Math.log10(apart)) + 2 : 0;
+  return String(Number((number / unit).toPrecision(Math.min(Math.max(digits, 4), 15)))) + name;
 }
 
 const figures = (digits) => (number) => number.toFixed(digits);
@@ -311,7 +313,8 @@ const axisStyle = (more) => ({
 
 const labelled = (label) => ({ label, labelFont: FONT, labelSize: 20, labelGap: 0 });
 
-const toldTicks = (told) => (u, ticks) => ticks.map((tick) => (tick === null ? "" : told(tick)));
+const toldTicks = (told) => (u, ticks, axis, room, apart) =>
+  ticks.map((tick) => (tick === null ? "" : told(tick, apart)));
 
 function widthOfTicks(u, texts) {
   u.ctx.font = FONT;

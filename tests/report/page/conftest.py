@@ -17,6 +17,7 @@ FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
+TIMEOUT_MS = 120_000
 DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
@@ -50,6 +51,7 @@ def browser(tmp_path_factory) -> Iterator[Any]:
             tmp_path_factory.mktemp("browser"),
             executable_path=next(filter(None, map(shutil.which, NAMES))),
             headless=True,
+            timeout=TIMEOUT_MS,
             args=FLAGS,
         )
         yield context
@@ -67,7 +69,7 @@ def show(browser) -> Iterator[Callable[..., Any]]:
     def open_page(place: Path | str, *, size: tuple[int, int] = DESKTOP, scheme: str = "light"):
         page = browser.new_page()
         pages.append(page)
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(TIMEOUT_MS)
         page.set_viewport_size({"width": size[0], "height": size[1]})
         page.emulate_media(color_scheme=scheme)
         page.on("console", lambda said: said.type == "error" and complaints.append(said.text))
