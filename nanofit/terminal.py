@@ -98,8 +98,9 @@ def say_error(error: InputError) -> None:
     """Say it, and which process says so if that is not the main one."""
     rank = os.environ.get("RANK", "0")
     told = printable(redacted(str(error)))  # it may quote a file that anybody has written
+    lines = f"{'' if rank == '0' else f'[rank {rank}] '}error: {told}".splitlines()
     with suppress(OSError):  # nobody may be reading any more
-        print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {told}", file=sys.stderr)
+        print("\n".join(folded(line, sys.stderr) for line in lines), file=sys.stderr)
 
 
 def _wait_for_better_words(error: InputError) -> None:
@@ -200,7 +201,7 @@ class Progress:
 
     def line(self, text: str, *, style: str = "", bold: Sequence[str] = ()) -> None:
         """Print a line that stays, above the live one; style and bold words are for a terminal."""
-        shown = Text(folded(text), style=style)
+        shown = Text(folded(text, self._console.file), style=style)
         for word in bold:
             shown.highlight_regex(rf"(?<![\w.])(?<!step ){re.escape(word)}(?!\w)", "bold")
         try:
@@ -257,12 +258,12 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def folded(text: str) -> str:
+def folded(text: str, stream: TextIO | None = None) -> str:
     """A line as a terminal shows it best: it goes on under its last column. Elsewhere as it is."""
     columns = shutil.get_terminal_size().columns
-    if not sys.stdout.isatty() or len(text) <= columns:
+    if not (stream or sys.stdout).isatty() or len(text) <= columns:
         return text
-    column_starts = [gap.end() for gap in re.finditer(r"\S {2,}|^warning ", text)]
+    column_starts = [gap.end() for gap in re.finditer(r"^ +|\S {2,}|^warning |^error: ", text)]
     indent = max((start for start in column_starts if start <= 0.7 * columns), default=0)
     return textwrap.fill(
         text[indent:],
@@ -270,6 +271,7 @@ def folded(text: str) -> str:
         initial_indent=text[:indent],
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
+        break_long_words=False,  # a path or a command is copied whole
     )
 
 

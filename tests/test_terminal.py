@@ -175,6 +175,17 @@ def test_a_long_line_goes_on_under_its_last_column_on_a_terminal(text, column):
     assert run(code, COLUMNS="80").stdout == f"{text}\n"
 
 
+def test_an_error_goes_on_under_itself_on_a_terminal_and_keeps_paths_whole():
+    path = "/" + "folder/" * 20 + "ckpt.pt"
+    lines = ["two problems:", f"  {'no such thing ' * 10}here", f"  {path} is {'old ' * 12}"]
+    error = "\n".join(line.rstrip() for line in lines)
+    code = f"from nanofit.terminal import InputError, say_error; say_error(InputError({error!r}))"
+    shown = run_on_terminal(code, COLUMNS="80").splitlines()
+    assert " ".join(" ".join(shown).split()) == f"error: {' '.join(error.split())}"
+    assert [line for line in shown if len(line) > 80] == [f"  {path}"]
+    assert run(code, COLUMNS="80").stderr == f"error: {error}\n"
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_live_line_fits_the_terminal(columns):
     code = (
