@@ -35,6 +35,7 @@ _SECRETS = [  # each after what may be told of it
 ]
 LEAVING_S = 20.0
 MOST_BAR = 24  # columns
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 class InputError(Exception):
@@ -265,14 +266,15 @@ def folded(text: str, stream: TextIO | None = None) -> str:
         return text
     column_starts = [gap.end() for gap in re.finditer(r"^ +|\S {2,}|^warning |^error: ", text)]
     indent = max((start for start in column_starts if start <= 0.7 * columns), default=0)
-    return textwrap.fill(
-        text[indent:],
+    shown = textwrap.fill(
+        re.sub(r"(?<=\d) (?=[kMGT]?i?B\b)", _NO_BREAK, text[indent:]),  # a number keeps its unit
         columns,
         initial_indent=text[:indent],
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
         break_long_words=False,  # a path or a command is copied whole
     )
+    return shown.replace(_NO_BREAK, " ")
 
 
 def duration(seconds: float) -> str:

@@ -186,6 +186,13 @@ def test_an_error_goes_on_under_itself_on_a_terminal_and_keeps_paths_whole():
     assert run(code, COLUMNS="80").stderr == f"error: {error}\n"
 
 
+def test_a_number_is_not_parted_from_its_unit_on_a_terminal():
+    text = "step 6    " + "peak 512 MiB of " * 20 + "1.2 GB"
+    shown = run_on_terminal(f"from nanofit.terminal import folded; print(folded({text!r}))")
+    assert "\n" in shown.strip() and not re.search(r"\d\s*$", shown, re.MULTILINE)
+    assert " ".join(shown.split()) == " ".join(text.split())
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_live_line_fits_the_terminal(columns):
     code = (
