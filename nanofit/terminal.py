@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -275,6 +276,52 @@ def folded(text: str, stream: TextIO | None = None) -> str:
         break_long_words=False,  # a path or a command is copied whole
     )
     return shown.replace(_NO_BREAK, " ")
+
+
+class FlowingText:
+    """Text that comes in pieces: a terminal's edge breaks no word. Elsewhere it is as it came."""
+
+    def __init__(self):
+        self._columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        self._column = 0
+        self._gap = self._word = ""  # what is to be shown next
+
+    def add(self, piece: str) -> None:
+        """Show what has come, but for a word that may go on."""
+        if self._columns is None:
+            print(piece, end="", flush=True)
+            return
+        for part in re.split(r"(\s)", piece):
+            if part == "\n":
+                self._break_line()
+            elif part.isspace():
+                if self._word:
+                    self._show()
+                self._gap += part
+            else:
+                self._word += part
+        if cell_len(self._gap + self._word) > self._columns:  # not all writing has gaps
+            self._show()
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Show the rest; what comes next begins a line."""
+        self._break_line()
+        sys.stdout.flush()
+
+    def _break_line(self) -> None:
+        self._show()
+        print()
+        self._column = 0
+
+    def _show(self) -> None:
+        taken = cell_len(self._gap + self._word)
+        if self._word and self._column and self._column + taken > self._columns:
+            print()
+            self._gap, self._column = "", 0
+        print(self._gap + self._word, end="")
+        self._column += cell_len(self._gap + self._word)
+        self._gap = self._word = ""
 
 
 def duration(seconds: float) -> str:
