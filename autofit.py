@@ -26,7 +26,7 @@ from nanofit.memory.explain import explain
 from nanofit.memory.picture import figure_class, save_png
 from nanofit.memory.tables import show
 from nanofit.settings.config import Settings, load_config
-from nanofit.terminal import FlagParser, InputError, parse_size, run_script
+from nanofit.terminal import FlagParser, InputError, folded, parse_size, run_script
 
 
 def main(argv: Sequence[str]) -> None:
@@ -63,7 +63,8 @@ def _fit(asked: argparse.Namespace, settings: Settings) -> None:
     if asked.json:
         print(json.dumps(fit.as_dict(), indent=2))
     else:
-        print("\n".join(fit.lines(settings.learn.sequences_per_step)))
+        for line in fit.lines(settings.learn.sequences_per_step):
+            print(folded(line))
 
 
 def _explain(asked: argparse.Namespace, settings: Settings) -> None:

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-import nanofit.fit.fit
 from model import GPT
 from nanofit.data.loader import random_micro_batches
+from nanofit.fit.fit import find_fit
 from nanofit.fit.trial import TrialResult, run_trial
 from nanofit.learning.optim import build_optimizer
 from nanofit.learning.step import train_step
@@ -219,13 +219,13 @@ def ours_warm(limit_bytes: int) -> dict:
             search.trials.append((size, trial.peak_bytes is not None))
         return trial
 
-    nanofit.fit.fit.run_trial = run_noted_trial
     run = RunConfig(
         device="cpu", dtype="float32", loss="full", compile=False, memory_limit=str(limit_bytes)
     )
     started = time.monotonic()
     device = describe_device("cpu", "float32")
-    fit = nanofit.fit.fit.find_fit(Settings(SHAPE, TrainConfig(), run), device, Ranks())
+    settings = Settings(SHAPE, TrainConfig(), run)
+    fit = find_fit(settings, device, Ranks(), trial=run_noted_trial)
     search.seconds = time.monotonic() - started
     search.size, search.peak_bytes = fit.eager.size, fit.eager.peak_bytes
     search.steps = 2 * len(search.trials)

@@ -15,14 +15,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 5
+SCRIPTS = ("prepare_fineweb", "plan", "autofit", "train", "sample", "evaluate", "export", "report")
 PLAN = ["plan.py", "config/train_fineweb_4070.py", "--gpu", "RTX 4070", "--unique_tokens", "0.73B"]
+EXPLAIN = ["autofit.py", "config/train_fineweb_4070.py", "--explain", "--gpu", "RTX 4070"]
 COMMANDS = {
     "import torch": (["-c", "import torch"], None),
-    **{
-        f"{script} --help": ([f"{script}.py", "--help"], 1.0)
-        for script in ("prepare_fineweb", "plan", "autofit", "train", "sample", "report")
-    },
+    **{f"{script} --help": ([f"{script}.py", "--help"], 1.0) for script in SCRIPTS},
     "plan --gpu": (PLAN, 2.0),
+    "autofit --explain": (EXPLAIN, 3.0),
 }
 FIRST_STEP_S = 8.0
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -35,6 +36,7 @@ _SECRETS = [  # each after what may be told of it
 ]
 LEAVING_S = 20.0
 MOST_BAR = 24  # columns
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 class InputError(Exception):
@@ -98,8 +100,9 @@ def say_error(error: InputError) -> None:
     """Say it, and which process says so if that is not the main one."""
     rank = os.environ.get("RANK", "0")
     told = printable(redacted(str(error)))  # it may quote a file that anybody has written
+    lines = f"{'' if rank == '0' else f'[rank {rank}] '}error: {told}".splitlines()
     with suppress(OSError):  # nobody may be reading any more
-        print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {told}", file=sys.stderr)
+        print("\n".join(folded(line, sys.stderr) for line in lines), file=sys.stderr)
 
 
 def _wait_for_better_words(error: InputError) -> None:
@@ -201,7 +204,7 @@ class Progress:
 
     def line(self, text: str, *, style: str = "", bold: Sequence[str] = ()) -> None:
         """Print a line that stays, above the live one; style and bold words are for a terminal."""
-        shown = Text(folded(text), style=style)
+        shown = Text(folded(text, self._console.file), style=style)
         for word in bold:
             shown.highlight_regex(rf"(?<![\w.])(?<!step ){re.escape(word)}(?!\w)", "bold")
         try:
@@ -258,20 +261,68 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def folded(text: str) -> str:
+def folded(text: str, stream: TextIO | None = None) -> str:
     """A line as a terminal shows it best: it goes on under its last column. Elsewhere as it is."""
     columns = shutil.get_terminal_size().columns
-    if not sys.stdout.isatty() or len(text) <= columns:
+    if not (stream or sys.stdout).isatty() or len(text) <= columns:
         return text
-    column_starts = [gap.end() for gap in re.finditer(r"\S {2,}|^warning ", text)]
+    column_starts = [gap.end() for gap in re.finditer(r"^ +|\S {2,}|^warning |^error: ", text)]
     indent = max((start for start in column_starts if start <= 0.7 * columns), default=0)
-    return textwrap.fill(
-        text[indent:],
+    shown = textwrap.fill(
+        re.sub(r"(?<=\d) (?=[kMGT]?i?B\b)", _NO_BREAK, text[indent:]),  # a number keeps its unit
         columns,
         initial_indent=text[:indent],
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
+        break_long_words=False,  # a path or a command is copied whole
     )
+    return shown.replace(_NO_BREAK, " ")
+
+
+class FlowingText:
+    """Text that comes in pieces: a terminal's edge breaks no word. Elsewhere it is as it came."""
+
+    def __init__(self):
+        self._columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        self._column = 0
+        self._gap = self._word = ""  # what is to be shown next
+
+    def add(self, piece: str) -> None:
+        """Show what has come, but for a word that may go on."""
+        if self._columns is None:
+            print(piece, end="", flush=True)
+            return
+        for part in re.split(r"(\s)", piece):
+            if part == "\n":
+                self._break_line()
+            elif part.isspace():
+                if self._word:
+                    self._show()
+                self._gap += part
+            else:
+                self._word += part
+        if cell_len(self._gap + self._word) > self._columns:  # not all writing has gaps
+            self._show()
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Show the rest; what comes next begins a line."""
+        self._break_line()
+        sys.stdout.flush()
+
+    def _break_line(self) -> None:
+        self._show()
+        print()
+        self._column = 0
+
+    def _show(self) -> None:
+        taken = cell_len(self._gap + self._word)
+        if self._word and self._column and self._column + taken > self._columns:
+            print()
+            self._gap, self._column = "", 0
+        print(self._gap + self._word, end="")
+        self._column += cell_len(self._gap + self._word)
+        self._gap = self._word = ""
 
 
 def duration(seconds: float) -> str:

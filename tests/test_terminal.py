@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from rich.cells import cell_len
 
 from nanofit.settings.config import PROJECT
 from nanofit.terminal import Progress, compact, duration
@@ -180,6 +181,53 @@ def test_a_long_line_goes_on_under_its_last_column_on_a_terminal(text, column):
     assert {len(line) - len(line.lstrip()) for line in more} == {column}
     assert " ".join([first, *(line.strip() for line in more)]) == text
     assert run(code, COLUMNS="80").stdout == f"{text}\n"
+
+
+def test_an_error_goes_on_under_itself_on_a_terminal_and_keeps_paths_whole():
+    path = "/" + "folder/" * 20 + "ckpt.pt"
+    lines = ["two problems:", f"  {'no such thing ' * 10}here", f"  {path} is {'old ' * 12}"]
+    error = "\n".join(line.rstrip() for line in lines)
+    code = f"from nanofit.terminal import InputError, say_error; say_error(InputError({error!r}))"
+    shown = run_on_terminal(code, COLUMNS="80").splitlines()
+    assert " ".join(" ".join(shown).split()) == f"error: {' '.join(error.split())}"
+    assert [line for line in shown if len(line) > 80] == [f"  {path}"]
+    assert run(code, COLUMNS="80").stderr == f"error: {error}\n"
+
+
+def test_a_number_is_not_parted_from_its_unit_on_a_terminal():
+    text = "step 6    " + "peak 512 MiB of " * 20 + "1.2 GB"
+    shown = run_on_terminal(f"from nanofit.terminal import folded; print(folded({text!r}))")
+    assert "\n" in shown.strip() and not re.search(r"\d\s*$", shown, re.MULTILINE)
+    assert " ".join(shown.split()) == " ".join(text.split())
+
+
+FLOWING = """
+from nanofit.terminal import FlowingText
+shown = FlowingText()
+for start in range(0, len(text), 3):  # tokens know nothing of words
+    shown.add(text[start : start + 3])
+shown.end()
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "One morning the baker walked to the harbour. " * 9 + "\n\n  The end, which is long. " * 4,
+        "東京都 渋谷区 " * 30,  # each character takes two columns
+    ],
+)
+def test_text_in_pieces_is_broken_between_words_on_a_terminal_alone(text):
+    code = f"text = {text!r}\n{FLOWING}"
+    lines = run_on_terminal(code, COLUMNS="40").replace("\r", "").split("\n")
+    assert max(map(cell_len, lines)) <= 40 < max(map(len, text.splitlines()))
+    assert " ".join("\n".join(lines).split()) == " ".join(text.split())
+    assert run(code, COLUMNS="40").stdout == f"{text}\n"
+
+
+def test_text_without_gaps_is_shown_as_it_comes():
+    code = f"text = {'x' * 100!r}\n{FLOWING.replace('shown.end()', 'print(flush=True)')}"
+    assert len(run_on_terminal(code, COLUMNS="40").strip()) > 60
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -365,8 +365,9 @@ def test_run_that_is_beyond_its_end_ends_at_once(tiny_dataset, tmp_path):
         ("--learning_rate=0.5", "learning_rate = 0.01 (now 0.5)"),
         ("--batch_size=16", "8 sequences per step (now 32)"),
         ("--seed=2", "seed = 1337 (now 2)"),
-        ("--optimizer=muon", "optimizer = adamw (now muon)"),
-        ("--arch=modern", "arch = gpt2 (now modern)"),
+        # Not what it brings along, such as a rate and a schedule of its own.
+        ("--optimizer=muon", "holds a run with optimizer = adamw (now muon); use the same"),
+        ("--arch=modern", "holds a run with arch = gpt2 (now modern); use the same"),
     ],
 )
 def test_another_run_is_not_continued_by_mistake(finished_run, tiny_run, flag, message):

@@ -20,7 +20,14 @@ from model import GPT
 from nanofit.files import atomic_write, link_or_copy, without_links
 from nanofit.learning.optim import lr_at, same_lr_until
 from nanofit.machine.memory import is_out_of_memory
-from nanofit.settings.config import ENDLESS, TrainConfig, flatten, sound
+from nanofit.settings.config import (
+    ENDLESS,
+    WITH_MODERN,
+    WITH_MUON,
+    TrainConfig,
+    flatten,
+    sound,
+)
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, first_line
 from nanofit.weights import (
@@ -311,11 +318,11 @@ def _check_same_run(content: dict[str, Any], shape: GPTConfig, learn: TrainConfi
     before, now = flatten(GPTConfig(), TrainConfig()) | content["config"], flatten(shape, learn)
     if learn.hours is None:
         del now["hours"]  # its length may be given in steps from now on
-    differing = [
-        f"{name} = {before[name]} (now {value})"
-        for name, value in now.items()
-        if name not in _MAY_CHANGE and before[name] != value
-    ]
+    names = {name for name in now.keys() - _MAY_CHANGE if before[name] != now[name]}
+    for choice, suited in (("optimizer", WITH_MUON), ("arch", WITH_MODERN)):
+        if choice in names:  # else what it brings along would hide it
+            names -= suited.keys()
+    differing = [f"{name} = {before[name]} (now {now[name]})" for name in now if name in names]
     sequences = _learned(content).sequences_per_step
     if sequences != learn.sequences_per_step:
         differing.append(f"{sequences} sequences per step (now {learn.sequences_per_step})")

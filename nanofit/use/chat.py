@@ -13,6 +13,7 @@ import torch
 from model import GPT
 from nanofit.data.tokenizer import END_OF_TEXT, encoded
 from nanofit.machine.device import Device
+from nanofit.terminal import FlowingText
 from nanofit.use.generate import Choose, Context, choose_token
 from nanofit.use.write import TextPieces, opened
 
@@ -112,9 +113,8 @@ def chat(
         text = SharedText(model, described, choose)
         _note(OPENING)
         if start:
-            print(start, end="", flush=True)
             text.write(start)
-            _show(text.go_on(max_new_tokens), is_live)
+            _show(text.go_on(max_new_tokens), is_live, after=start)
         for line in _typed() if is_live else _piped():
             if line.strip() == "/quit":
                 break
@@ -144,14 +144,16 @@ def _takes_turn(line: str, text: SharedText) -> bool:
     return False
 
 
-def _show(pieces: Iterator[str], is_live: bool) -> None:
+def _show(pieces: Iterator[str], is_live: bool, *, after: str = "") -> None:
     """Print what comes until it ends or, on a terminal, Ctrl-C stops it."""
+    shown = FlowingText()
+    shown.add(after)
     with _ctrl_c_noted() if is_live else nullcontext([]) as presses, closing(pieces):
         for piece in pieces:
-            print(piece, end="", flush=True)
+            shown.add(piece)
             if presses:
                 break
-    print(flush=True)
+    shown.end()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from model import GPT
 from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE, encoded, gpt2
 from nanofit.machine.device import Device, describe_device
-from nanofit.terminal import InputError
+from nanofit.terminal import FlowingText, InputError
 from nanofit.use.generate import choose_token, generate
 from nanofit.use.shortage import if_it_fits, shortage_in_one_line
 
@@ -121,11 +121,13 @@ def _title(seed: int, seeds: range) -> str:
 def _print(prompt: str, pieces: Iterator[tuple[int, str]], titles: list[str]) -> None:
     """Each text under its title: the first as it comes, then the others."""
     texts = [title + prompt for title in titles]
-    print(texts[0], end="", flush=True)
+    shown = FlowingText()
+    shown.add(texts[0])
     for number, piece in pieces:
         if number == 0:
-            print(piece, end="", flush=True)
+            shown.add(piece)
         texts[number] += piece
-    print()
+    shown.end()
     for text in texts[1:]:
-        print(text)
+        shown.add(text)
+        shown.end()

@@ -131,14 +131,12 @@ class CardWithoutGpu:
         state, calls = self.folder / "state", self.folder / "calls"
         np.full(_MOST_DEVICES, self.others_mib * MIB, "<u8").tofile(state)
         calls.write_text("")
-        script, *words = command
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
         settings = {
             "CARD_STATE": state,
             "CARD_CALLS": calls,
             "CARD_SCALARS": scalars,
             "CARD_OTHERS_AFTER": others_after,
-            "CARD_SCRIPT": Path(script).name,
+            "CARD_SCRIPT": Path(command[0]).name,
             **({"CARD_TRACE": trace} if trace else {}),
             **(_COVERAGE if self.is_covered else {}),
             **environment,
@@ -148,12 +146,7 @@ class CardWithoutGpu:
             (self.folder / "stderr").open("w") as errors,
         ):
             process = start_process(
-                [
-                    PYTHON,
-                    *(launcher if processes > 1 else []),
-                    *([str(PROJECT / script)] if str(script).endswith(".py") else [str(script)]),
-                    *map(str, words),
-                ],
+                _words(command, processes),
                 cwd=self.folder,
                 env=self._environment(settings),
                 stdout=output,
@@ -183,6 +176,14 @@ class CardWithoutGpu:
         own = {name: str(value) for name, value in {**described, **settings}.items()}
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return {**inherited, **preload(build(PYTHON, VENV / "card")), **own}
+
+
+def _words(command: tuple[str | Path, ...], processes: int) -> list[str]:
+    """What starts a script of the project, or Python's own flags, in so many processes."""
+    script, *words = map(str, command)
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+    place = str(PROJECT / script) if script.endswith(".py") else script
+    return [PYTHON, *(launcher if processes > 1 else []), place, *words]
 
 
 @dataclass(frozen=True)
