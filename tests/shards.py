@@ -82,8 +82,8 @@ def start(folder: Path, shard: Path, before: str = "pass", **settings) -> subpro
     """The script in a process of its own that commits after every few rows."""
     code = f"""
 import sys; sys.path.insert(0, {str(processes.PROJECT)!r})
-import prepare_fineweb; from nanofit.data import bins, dataset, parquet
-prepare_fineweb.COMMIT_EVERY_S = 0; parquet.CHUNK_ROWS = 20
+import prepare_fineweb; from nanofit.data import bins, dataset, digests, lines, parquet
+prepare_fineweb.COMMIT_EVERY_S = 0; parquet.CHUNK_ROWS = 20; lines.CHUNK_BYTES = 4000
 {before}
 prepare_fineweb.run_script(prepare_fineweb.main)"""
     arguments = [str(shard), "--out", str(folder), "--encoder", "tiktoken", "--workers", "2"]

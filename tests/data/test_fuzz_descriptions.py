@@ -14,7 +14,8 @@ import prepare_fineweb
 from nanofit.data.bins import SPLITS, BinWriter
 from nanofit.data.dataset import Options, is_done, merge, read_meta
 from nanofit.data.form import has_form
-from nanofit.data.parquet import Shard, open_shards
+from nanofit.data.shards import open_shards
+from nanofit.data.source import Position, Shard
 from nanofit.terminal import InputError
 from tests.fuzz import fuzzed
 from tests.shards import make_texts, prepare, write_shard
@@ -47,7 +48,7 @@ def made(tmp_path_factory) -> Path:
     with BinWriter(folder / "half", IDENTITY) as writer:
         for row in (10, 20, 30):
             tokens = {split: np.arange(row, dtype=np.uint16) for split in SPLITS}
-            writer.append(tokens, Counter(train_tokens=row, val_tokens=row), (0, row))
+            writer.append(tokens, Counter(train_tokens=row, val_tokens=row), Position(0, row))
             if row == 20:
                 writer.commit()
     return folder

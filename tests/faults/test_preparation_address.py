@@ -16,8 +16,8 @@ import pytest
 
 import prepare_fineweb
 from nanofit.data.dataset import Options, identity
-from nanofit.data.parquet import open_shards
 from nanofit.data.remote import TRIES
+from nanofit.data.shards import open_shards
 from nanofit.terminal import InputError
 from tests import processes
 from tests.shards import assert_same_dataset, make_texts, prepare, read_meta, write_shard
@@ -191,7 +191,7 @@ def test_half_made_output_is_not_gone_on_from_when_the_address_has_other_content
         server.content = server.content[:50] + b"?" + server.content[51:]
         [after] = open_shards([server.address], "text")
     assert after.bytes == before.bytes
-    options = Options(0.01, "text", None, 9)
+    options = Options(0.01, "text", None, None, 9)
     assert identity([after], options) != identity([before], options)
 
 
