@@ -121,6 +121,8 @@ def check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InputError(f"--{name} {value} is not a positive number")
+    if arguments.separator is not None and not arguments.separator:
+        raise InputError("--separator is empty; leave it out where each file is one document")
     for digest in arguments.sha256:
         if not re.fullmatch("[0-9a-fA-F]{64}", digest):
             raise InputError(f"--sha256 {digest} is not a SHA-256; name the shards before it")

@@ -26,6 +26,7 @@ from nanofit.lock import only_one_in
 from nanofit.terminal import InputError
 from tests import processes
 from tests.shards import (
+    KILL_AFTER,
     assert_same_dataset,
     damage,
     decode,
@@ -195,18 +196,6 @@ def test_limit_docs_is_the_first_rows_over_all_shards(tmp_path):
 
 
 # Resumable
-
-
-KILL_AFTER = """
-commit = bins.BinWriter.commit
-def commit_then_stop(self, **kwargs):
-    commit(self, **kwargs)
-    commit_then_stop.left -= 1
-    if not commit_then_stop.left:
-        self.append({"train": __import__("numpy").zeros(99, "<u2")}, {}, self.position)  # half done
-        __import__("os").kill(__import__("os").getpid(), SIGNAL)
-bins.BinWriter.commit = commit_then_stop
-commit_then_stop.left = COMMITS"""
 
 
 def test_killed_runs_continue_and_end_with_the_same_bytes(tmp_path):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -136,29 +136,36 @@ def _content(shard: Shard, byte: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 def _documents(
     stream: BinaryIO, shard: Shard, start: int, read_bytes: int
 ) -> Iterator[tuple[list[bytes | None], list[int]]]:
-    """Documents as they are completed, None for too long ones, and the bytes at which they end.
-
-    Of one that is too long no more is kept than could begin a separator.
-    """
-    separator, at, rest, lost = shard.layout.separator, start, b"", 0
+    """Documents as they are completed, None for too long ones, and the bytes at which they end."""
+    separator, at = shard.layout.separator, start
+    parts, held, lost, tail = [], 0, 0, b""  # of a document that has not ended
     while block := stream.read(read_bytes):
         if at == 0 and block.startswith(BOM):
             at, block = len(BOM), block[len(BOM) :]
-        *documents, rest = (rest + block).split(separator) if separator else [rest + block]
-        if documents:
+        tail, window = _end_of(tail + block, separator), tail + block
+        parts.append(block)
+        if separator and separator in window:
+            *documents, rest = b"".join(parts).split(separator)
             ends = list(_ends(documents, at + lost, len(separator)))
             yield _without_too_long(documents, lost), ends
-            at, lost = ends[-1], 0
-        if len(rest) > LONGEST_BYTES:
-            _check_length(shard, len(rest))
-            kept = len(rest) - len(separator) + 1
-            lost, rest = lost + kept, rest[kept:]
+            parts, held, lost, at = [rest], len(rest), 0, ends[-1]
+            tail = _end_of(rest, separator)
+        elif (held := held + len(block)) > LONGEST_BYTES:
+            _check_length(shard, held)
+            parts, held, lost = [tail], len(tail), lost + held - len(tail)
+    rest = b"".join(parts)
     if rest.strip() or lost or (rest and not separator):
         yield _without_too_long([rest], lost), [at + lost + len(rest)]
 
 
+def _end_of(content: bytes, separator: bytes | None) -> bytes:
+    """What may be the beginning of a separator."""
+    return content[len(content) - min(len(separator or b".") - 1, len(content)) :]
+
+
 def _ends(documents: list[bytes], at: int, separator_bytes: int) -> Iterator[int]:
-    return accumulate((len(document) + separator_bytes for document in documents), initial=at)
+    ends = accumulate((len(document) + separator_bytes for document in documents), initial=at)
+    return islice(ends, 1, None)
 
 
 def _without_too_long(documents: list[bytes], lost: int) -> list[bytes | None]:
