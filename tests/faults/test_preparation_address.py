@@ -1,6 +1,7 @@
 """A shard at an address whose server stalls, hangs up, refuses or sends less than it promised."""
 
 import http.server
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import prepare_fineweb
@@ -141,6 +143,29 @@ def test_what_fails_for_good_ends_in_a_line_after_some_tries(shard, tmp_path, ca
     assert len(str(told.value).splitlines()) == 1
     assert capsys.readouterr().err.count("trying again") >= TRIES - 1
     assert not (tmp_path / "out/meta.json").exists()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.zst"])
+def test_lines_at_an_address_are_resumed_by_range_too(shard, tmp_path, name):
+    texts = make_texts(3000)
+    rows = [json.dumps({"text": text}) for text in texts]
+    content = "\n".join(rows if "jsonl" in name else texts).encode()
+    codec = {"gz": "gzip", "zst": "zstd"}.get(name.rpartition(".")[2])
+    with (
+        pa.CompressedOutputStream(str(tmp_path / name), codec)
+        if codec
+        else ((tmp_path / name).open("wb")) as file
+    ):
+        file.write(content)
+    flags = ("--separator", r"\n")
+    prepare(tmp_path / name, "--out", tmp_path / "local", *flags)
+    with serving(tmp_path / name, lambda number: "reset" if number % 2 else None) as server:
+        address = server.address.replace("a.parquet", name)
+        prepare(address, "--out", tmp_path / "remote", *flags)
+    assert_same_dataset(tmp_path / "local", tmp_path / "remote")
+    local, remote = read_meta(tmp_path / "local"), read_meta(tmp_path / "remote")
+    assert local["counts"] == remote["counts"]
+    assert remote["sources"][0]["rows"] == len(texts)
 
 
 def test_an_address_may_ask_for_more_and_its_key_is_not_kept(shard, tmp_path, capsys):

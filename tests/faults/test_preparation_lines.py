@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from nanofit.data import documents, lines
+from nanofit.data import documents, lines, shards
 from nanofit.terminal import InputError
 from tests import processes
 from tests.shards import (
@@ -356,3 +356,78 @@ def test_killed_among_lines_it_goes_on_at_the_byte_and_ends_with_the_same_files(
     assert content[: places[0]].count(b"\n==\n" if "txt" in name else b"\n") == rows[0]
     start(out, shard, flags=words).communicate()
     assert files_of(out) == files_of(tmp_path / "whole")
+
+
+# Folders and kinds
+
+
+def test_of_a_folder_one_kind_is_read_and_the_rest_is_told(tmp_path, capsys):
+    texts = make_texts(60)
+    write(tmp_path / "README.txt", b"how it was made")
+    write(tmp_path / "state.json", b'{"version": 1}')
+    write(tmp_path / "b/1.JSONL.gz".lower(), as_lines(texts[30:]))
+    write(tmp_path / "b/LICENSE", b"none")
+    assert names(shards.find_shards([str(tmp_path / "b")])) == ["1.jsonl.gz"]
+    assert not capsys.readouterr().err
+    write_shard(tmp_path / "a/0.parquet", texts[:30])
+    assert names(shards.find_shards([str(tmp_path)])) == ["0.parquet"]
+    text_told, lines_told = sorted(capsys.readouterr().err.splitlines(), key=len)
+    assert "its parquet files are read, not the 1 text ones, such as README.txt" in text_told
+    assert "not the 2 JSON Lines ones" in lines_told
+    prepare(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out")
+    assert_bins_are(tmp_path / "out", texts)
+
+
+def names(locations: list[str]) -> list[str]:
+    return sorted(Path(location).name for location in locations)
+
+
+def test_a_line_of_json_is_known_by_its_files_ending_alone(tmp_path):
+    path = write(tmp_path / "data.parquet", as_lines(make_texts(9)))
+    with pytest.raises(InputError, match="is not a parquet file"):
+        prepare(path, "--out", tmp_path / "out")
+
+
+def test_more_files_than_can_be_told_of_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "MOST_SHARDS", 3)
+    for number in range(4):
+        write(tmp_path / f"{number}.txt", b"text")
+    with pytest.raises(InputError, match="4 files are more than 3; join small ones"):
+        prepare(tmp_path, "--out", tmp_path / "out")
+
+
+# Changed options
+
+
+def test_another_separator_is_another_dataset(tmp_path):
+    shard = write(tmp_path / "a.txt", "\n\n".join(make_texts(40)).encode())
+    prepare(shard, "--out", tmp_path / "out", "--separator", r"\n\n")
+    prepare(shard, "--out", tmp_path / "out", "--separator", "\n\n")
+    with pytest.raises(InputError, match="made with separator"):
+        prepare(shard, "--out", tmp_path / "out", "--separator", r"\n")
+
+
+# Spread
+
+
+@pytest.mark.slow
+def test_an_engine_gives_the_plain_datasets_of_many_shards_of_every_kind(tmp_path):
+    pytest.importorskip("datatrove")
+    texts = make_texts(400)
+    for number in range(10):
+        part, place = texts[number * 40 :][:40], tmp_path / f"in/{number}"
+        if number % 3 == 0:
+            write_shard(place.with_suffix(".parquet"), part)
+        elif number % 3 == 1:
+            write(place.with_suffix(".jsonl.gz"), as_lines(part))
+        else:
+            write(place.with_suffix(".txt"), "\n\\\n".join(part).encode())
+    inputs = [*sorted((tmp_path / "in").iterdir()), "--separator", r"\n\\\n"]
+    prepare(*inputs, "--out", tmp_path / "plain")
+    command = [sys.executable, "prepare_fineweb.py", *inputs, "--out", tmp_path / "spread"]
+    command += ["--engine", "local", "--workers", "2"]
+    processes.run(command, check=True, cwd=processes.PROJECT)
+    assert_same_dataset(tmp_path / "plain", tmp_path / "spread")
+    plain, spread = read_meta(tmp_path / "plain"), read_meta(tmp_path / "spread")
+    assert all(plain[part] == spread[part] for part in ("sources", "options", "counts"))
+    assert len(spread["splits"]["train"]["bins"]) == 10
