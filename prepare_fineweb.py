@@ -259,7 +259,7 @@ def write_bins(
         of = f" of {of_all:,}" if of_all is not None else ""
         print(f"continuing after {done:,}{of} documents")
     done_bytes = begins[writer.position.shard] + writer.position.file_bytes
-    rate, committed_s = Rate(writer.tally), time.monotonic()
+    rate, commit_at_s = Rate(writer.tally), time.monotonic() + COMMIT_EVERY_S
     chunks = chunks_from(shards, writer.position, digests)
     with (
         Progress("tokenizing", begins[-1], done=done_bytes) as progress,
@@ -271,9 +271,10 @@ def write_bins(
                 del tokens  # before the next are waited for
                 digests.check()
                 progress.update(begins[end.shard] + end.file_bytes, rate.note(writer.tally))
-                if time.monotonic() - committed_s >= COMMIT_EVERY_S:
+                if (started_s := time.monotonic()) >= commit_at_s:
                     writer.commit()
-                    committed_s = time.monotonic()
+                    took_s = time.monotonic() - started_s  # long where there are many shards
+                    commit_at_s = time.monotonic() + COMMIT_EVERY_S * max(1, 10 * took_s)
         except KeyboardInterrupt:
             stop_waiting()
             writer.commit()
