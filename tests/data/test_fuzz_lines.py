@@ -144,13 +144,19 @@ def test_a_damaged_archive_is_its_documents_or_one_line(folder, codec, data):
 
 
 @fuzzed
-@given(st.integers(0, 2**20), st.sampled_from(sorted(CODECS)), st.integers(1, 200))
-def test_from_any_place_the_rest_is_read_that_was_left(folder, seed, codec, size):
+@given(
+    st.integers(0, 2**20),
+    st.sampled_from(sorted(CODECS)),
+    st.integers(3, 200),
+    st.sampled_from([30, 2**26]),
+)
+def test_from_any_place_the_rest_is_read_that_was_left(folder, seed, codec, size, longest):
     path = folder / f"b.jsonl{codec}"
     path.write_bytes(CODECS[codec](WHOLE))
-    shard = open_shard(str(path), "text", None, None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "CHUNK_BYTES", size)
+        patch.setattr(lines, "LONGEST_BYTES", longest)
+        shard = open_shard(str(path), "text", None, None)
         chunks = list(read_chunks(shard))
         place = seed % len(chunks)
         rest = list(read_chunks(shard, 0, chunks[place].end))
