@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test test-all test-card run-test-card fuzz soak audit lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-report bench-startup bench-autofit bench-prepare bench-prepare-large pictures clean
+.PHONY: help demo test test-all test-card run-test-card fuzz soak audit lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-report bench-startup bench-autofit bench-prepare bench-prepare-kinds bench-prepare-large pictures clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -119,6 +119,9 @@ bench-autofit: .venv/installed-bench  ## finding a micro-batch, ours against acc
 
 bench-prepare: .venv/installed-extras  ## prepare SHARD=..., ours against nanoGPT's and llm.c's ways
 	$(BIN)/python bench/prepare.py $(SHARD)
+
+bench-prepare-kinds: .venv/installed  ## prepare SHARD=..., as JSON Lines and text beside parquet
+	$(BIN)/python bench/prepare_kinds.py $(SHARD)
 
 bench-prepare-large: .venv/installed  ## peak memory on shards that are hard to hold
 	$(BIN)/python bench/prepare_large.py

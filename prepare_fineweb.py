@@ -1,8 +1,15 @@
-"""Turn FineWeb parquet shards into GPT-2 tokens: train.bin, val.bin and meta.json.
+"""Turn FineWeb shards, or any text, into GPT-2 tokens: train.bin, val.bin and meta.json.
 
     python prepare_fineweb.py 000_00000.parquet
     python prepare_fineweb.py shards/ --out data/mine --val_fraction 0.005
     python prepare_fineweb.py hf://datasets/HuggingFaceFW/fineweb/sample/10BT/000_00000.parquet
+    python prepare_fineweb.py corpus.jsonl.gz --text_column content
+    python prepare_fineweb.py stories.txt --separator '<|endoftext|>'
+
+A file's ending tells what it is: .jsonl, .ndjson and .json hold a JSON object a line, .txt is one
+document, or what stands between separators without the line breaks around it; each may be .gz or
+.zst. Anything else is parquet. Of a folder one kind is read: parquet, if there is none JSON Lines,
+if there is none text; what is left out is told.
 
 Every document becomes its tokens and one end-of-text token, as headerless uint16 that nanoGPT reads
 too. Stop it at any time: the same command continues where it was. Shards are taken in the order of
@@ -37,17 +44,18 @@ from nanofit.data.dataset import (
     warnings_about,
     write_meta,
 )
-from nanofit.data.documents import ChunkEncoder, choose_val_hash_below, encode_in_order
-from nanofit.data.parquet import (
-    Chunk,
-    Shard,
-    SourceDigests,
-    find_shards,
-    mean_token_count,
-    open_shards,
-    read_chunks,
+from nanofit.data.digests import SourceDigests
+from nanofit.data.documents import (
+    ChunkEncoder,
+    choose_val_hash_below,
+    encode_in_order,
+    words_on_skipped,
 )
+from nanofit.data.lines import Block
+from nanofit.data.parquet import mean_token_count
 from nanofit.data.remote import is_remote, stop_waiting
+from nanofit.data.shards import count_rows, find_shards, open_shards, read_chunks
+from nanofit.data.source import Chunk, Position, Shard
 from nanofit.data.tokenizer import fast_encoder, reference_encoder
 from nanofit.lock import only_one_in
 from nanofit.settings.config import load_config
@@ -79,16 +87,17 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        usage="python prepare_fineweb.py SHARD.parquet [MORE ... | FOLDER] [options]  (see --help)",
+        usage="python prepare_fineweb.py SHARD [MORE ... | FOLDER] [options]  (see --help)",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("inputs", nargs="*", metavar="SHARD", help="parquet files, folders of them, or addresses")
+    add("inputs", nargs="*", metavar="SHARD", help="files, folders of them, or addresses")
     add("--out", default=str(ROOT / "data/fineweb"), help="output folder (default: data/fineweb)")
     add("--val_fraction", type=float, default=0.01, help="share of documents held out (0.01)")
     add("--workers", type=int, default=os.cpu_count(), help="threads (default: one per core)")
-    add("--text_column", default="text", help="the column that holds the documents (text)")
+    add("--text_column", default="text", help="the column or JSON field of the documents (text)")
+    add("--separator", help=r"what stands between the documents of a text file, as '\n\n'")
     add("--limit_docs", type=int, help="use only this many rows, the first: for a trial")
     add("--encoder", choices=("fastokens", "tiktoken"), help="default: the fastest that works")
     add("--sha256", nargs="+", default=[], metavar="HEX", help="the digest each shard must have")
@@ -101,7 +110,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     check(arguments)
     if not arguments.inputs:
-        raise InputError(f"no parquet file given; {parser.format_usage().strip()}")
+        raise InputError(f"no file given; {parser.format_usage().strip()}")
     return arguments
 
 
@@ -112,12 +121,20 @@ def check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InputError(f"--{name} {value} is not a positive number")
+    if arguments.separator is not None and not arguments.separator:
+        raise InputError("--separator is empty; leave it out where each file is one document")
     for digest in arguments.sha256:
         if not re.fullmatch("[0-9a-fA-F]{64}", digest):
             raise InputError(f"--sha256 {digest} is not a SHA-256; name the shards before it")
     for setting in arguments.engine_options:
         if "=" not in setting:
             raise InputError(f"--engine_options {setting} is not NAME=VALUE")
+
+
+def unescaped(separator: str) -> str:
+    r"""With line breaks and tabs for \n, \r and \t, which no shell writes with ease."""
+    characters = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
+    return re.sub(r"\\([nrt\\])", lambda found: characters[found[1]], separator)
 
 
 def read_plan(config: str) -> tuple[int, int]:
@@ -130,11 +147,13 @@ def read_plan(config: str) -> tuple[int, int]:
 def make(folder: Path, arguments: argparse.Namespace) -> None:
     """Make the dataset, unless it is there; refuse to replace one made from something else."""
     locations = find_shards(arguments.inputs)
-    shards = open_shards(locations, arguments.text_column, arguments.sha256)
+    separator = arguments.separator and unescaped(arguments.separator)
+    shards = open_shards(locations, arguments.text_column, arguments.sha256, separator)
     shards = first_rows(shards, arguments.limit_docs)
     options = Options(
         val_fraction=arguments.val_fraction,
         text_column=arguments.text_column,
+        separator=separator,
         limit_docs=arguments.limit_docs,
         val_hash_below=arguments.val_hash_below
         or choose_val_hash_below(shards, arguments.val_fraction),
@@ -155,8 +174,8 @@ def first_rows(shards: list[Shard], limit: int | None) -> list[Shard]:
     taken = []
     for shard in shards:
         if limit > 0:
-            taken.append(replace(shard, rows=min(limit, shard.rows)))
-        limit -= shard.rows
+            taken.append(replace(shard, rows=count_rows(shard, limit)))
+            limit -= taken[-1].rows
     return taken
 
 
@@ -209,12 +228,19 @@ def choose_encoder(wanted: str | None, val_hash_below: int) -> ChunkEncoder:
 
 def opening(shards: list[Shard]) -> str:
     """What is known before a text is read."""
-    rows, bytes = (sum(getattr(shard, name) for shard in shards) for name in ("rows", "bytes"))
-    known = [f"shards {len(shards)}", f"size {bytes / 1e6:,.1f} MB", f"documents {rows:,}"]
-    mean_tokens = mean_token_count(shards[0])
-    if mean_tokens:
-        known.append(f"tokens about {compact(rows * mean_tokens)}")
+    bytes, rows = sum(shard.bytes for shard in shards), rows_in(shards)
+    known = [f"shards {len(shards)}", f"size {bytes / 1e6:,.1f} MB"]
+    if rows is not None:
+        known.append(f"documents {rows:,}")
+        mean_tokens = mean_token_count(shards[0])
+        known += [f"tokens about {compact(rows * mean_tokens)}"] if mean_tokens else []
     return "  ".join(known)
+
+
+def rows_in(shards: list[Shard]) -> int | None:
+    """How many there are, unless a file does not tell."""
+    rows = [shard.rows for shard in shards]
+    return None if None in rows else sum(rows)
 
 
 def write_bins(
@@ -225,27 +251,30 @@ def write_bins(
     workers: int,
 ) -> None:
     """Encode what is left and append it in order, committing now and then."""
-    ends = np.cumsum([0, *(shard.rows for shard in shards)]).tolist()
-    done = ends[writer.position[0]] + writer.position[1]
+    begins = np.cumsum([0, *(shard.bytes for shard in shards)]).tolist()
+    done, of_all = sum(writer.rows.values()), rows_in(shards)
     if writer.restart_reason:
         print(f"starting over: {writer.restart_reason}")
     if done:
-        print(f"continuing after {done:,} of {ends[-1]:,} documents")
-    rate, committed_s = Rate(writer.tally), time.monotonic()
+        of = f" of {of_all:,}" if of_all is not None else ""
+        print(f"continuing after {done:,}{of} documents")
+    done_bytes = begins[writer.position.shard] + writer.position.file_bytes
+    rate, commit_at_s = Rate(writer.tally), time.monotonic() + COMMIT_EVERY_S
     chunks = chunks_from(shards, writer.position, digests)
     with (
-        Progress("tokenizing", ends[-1], done=done) as progress,
+        Progress("tokenizing", begins[-1], done=done_bytes) as progress,
         closing(encode_in_order(chunks, encode, workers)) as encoded,
     ):
         try:
-            for (index, row), tokens, tally in encoded:
-                writer.append(tokens, tally, (index, row))
+            for end, tokens, tally in encoded:
+                writer.append(tokens, tally, end)
                 del tokens  # before the next are waited for
                 digests.check()
-                progress.update(ends[index] + row, rate.note(writer.tally))
-                if time.monotonic() - committed_s >= COMMIT_EVERY_S:
+                progress.update(begins[end.shard] + end.file_bytes, rate.note(writer.tally))
+                if (started_s := time.monotonic()) >= commit_at_s:
                     writer.commit()
-                    committed_s = time.monotonic()
+                    took_s = time.monotonic() - started_s  # long where there are many shards
+                    commit_at_s = time.monotonic() + COMMIT_EVERY_S * max(1, 10 * took_s)
         except KeyboardInterrupt:
             stop_waiting()
             writer.commit()
@@ -255,13 +284,13 @@ def write_bins(
 
 
 def chunks_from(
-    shards: list[Shard], position: tuple[int, int], digests: SourceDigests
-) -> Iterator[Chunk]:
+    shards: list[Shard], position: Position, digests: SourceDigests
+) -> Iterator[Chunk | Block]:
     """Everything from `position` on; the digest of each shard is begun as it is first read."""
-    first, row = position
+    first = position.shard
     for index, shard in enumerate(shards[first:], first):
         digests.start(index)
-        yield from read_chunks(shard, index, row if index == first else 0)
+        yield from read_chunks(shard, index, position if index == first else Position())
 
 
 class Rate:
@@ -290,13 +319,11 @@ class Rate:
 
 
 def check_split(meta: dict) -> None:
-    skipped = meta["counts"]["skipped"] + meta["counts"]["not_utf8"]
     for split in SPLITS:
         if not meta["splits"][split]["documents"]:
             raise InputError(
                 f"no document fell to {split} with --val_fraction "
-                f"{meta['options']['val_fraction']}; {skipped:,} rows "
-                "were null, empty or not UTF-8"
+                f"{meta['options']['val_fraction']}{words_on_skipped(meta['counts'])}"
             )
 
 
@@ -325,6 +352,8 @@ def shard_command(shard: Shard, options: Options, arguments: argparse.Namespace)
     command += ["--val_fraction", str(options.val_fraction)]
     command += ["--val_hash_below", str(options.val_hash_below)]
     command += ["--text_column", options.text_column, "--workers", str(threads)]
+    escaped = (options.separator or "").replace("\\", r"\\")
+    command += [f"--separator={escaped}"] if escaped else []
     command += ["--limit_docs", str(shard.rows)] if options.limit_docs else []
     command += ["--encoder", arguments.encoder] if arguments.encoder else []
     command += ["--sha256", shard.expected_sha256] if shard.expected_sha256 else []

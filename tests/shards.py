@@ -15,6 +15,18 @@ import prepare_fineweb
 from nanofit.data.tokenizer import gpt2
 from tests import processes
 
+# For `start`: stops it after some commits, with some more written.
+KILL_AFTER = """
+commit = bins.BinWriter.commit
+def commit_then_stop(self, **kwargs):
+    commit(self, **kwargs)
+    commit_then_stop.left -= 1
+    if not commit_then_stop.left:
+        self.append({"train": __import__("numpy").zeros(99, "<u2")}, {}, self.position)  # half done
+        __import__("os").kill(__import__("os").getpid(), SIGNAL)
+bins.BinWriter.commit = commit_then_stop
+commit_then_stop.left = COMMITS"""
+
 
 def make_texts(count: int, seed: int = 0) -> list[str]:
     rng = random.Random(seed)
@@ -57,6 +69,10 @@ def read_bins(folder: Path) -> dict[str, np.ndarray]:
     return bins
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def read_meta(folder: Path) -> dict:
     return json.loads((folder / "meta.json").read_text())
 
@@ -78,13 +94,24 @@ def damage(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def start(folder: Path, shard: Path, before: str = "pass", **settings) -> subprocess.Popen:
+def start(
+    folder: Path, shard: Path, before: str = "pass", *, flags: tuple = (), **settings
+) -> subprocess.Popen:
     """The script in a process of its own that commits after every few rows."""
     code = f"""
 import sys; sys.path.insert(0, {str(processes.PROJECT)!r})
-import prepare_fineweb; from nanofit.data import bins, dataset, parquet
-prepare_fineweb.COMMIT_EVERY_S = 0; parquet.CHUNK_ROWS = 20
+import prepare_fineweb; from nanofit.data import bins, dataset, digests, lines, parquet
+prepare_fineweb.COMMIT_EVERY_S = 0; parquet.CHUNK_ROWS = 20; lines.CHUNK_BYTES = 4000
 {before}
 prepare_fineweb.run_script(prepare_fineweb.main)"""
-    arguments = [str(shard), "--out", str(folder), "--encoder", "tiktoken", "--workers", "2"]
+    arguments = [
+        str(shard),
+        "--out",
+        str(folder),
+        "--encoder",
+        "tiktoken",
+        "--workers",
+        "2",
+        *flags,
+    ]
     return processes.start([sys.executable, "-c", code, *arguments], **settings)

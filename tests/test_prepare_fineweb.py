@@ -18,14 +18,15 @@ import pyarrow.parquet as pq
 import pytest
 
 import prepare_fineweb
-from nanofit.data import documents, parquet
+from nanofit.data import digests, documents, parquet, shards
 from nanofit.data.documents import ChunkEncoder
-from nanofit.data.parquet import Chunk
+from nanofit.data.source import Chunk, Position
 from nanofit.data.tokenizer import gpt2, reference_encoder
 from nanofit.lock import only_one_in
 from nanofit.terminal import InputError
 from tests import processes
 from tests.shards import (
+    KILL_AFTER,
     assert_same_dataset,
     damage,
     decode,
@@ -119,7 +120,7 @@ def test_token_count_is_compared_row_by_row(tmp_path, capsys):
 def test_a_document_the_fast_encoder_gets_wrong_is_replaced_and_counted():
     texts = ["one", "two words", "three"]
     wrong = ChunkEncoder(lambda batch: [np.array([7])] * len(batch), reference_encoder(), 0)
-    chunk = Chunk(pa.array(texts), None, is_first_of_group=True, end=(0, 3))
+    chunk = Chunk(pa.array(texts), None, is_first_of_group=True, end=Position(0, 3))
     tokens, tally = wrong(chunk)
     expected = gpt2().encode_ordinary("two words")
     assert tokens["train"].tolist() == [7, 50256, *expected, 50256, 7, 50256]
@@ -197,18 +198,6 @@ def test_limit_docs_is_the_first_rows_over_all_shards(tmp_path):
 # Resumable
 
 
-KILL_AFTER = """
-commit = bins.BinWriter.commit
-def commit_then_stop(self, **kwargs):
-    commit(self, **kwargs)
-    commit_then_stop.left -= 1
-    if not commit_then_stop.left:
-        self.append({"train": __import__("numpy").zeros(99, "<u2")}, {}, self.position)  # half done
-        __import__("os").kill(__import__("os").getpid(), SIGNAL)
-bins.BinWriter.commit = commit_then_stop
-commit_then_stop.left = COMMITS"""
-
-
 def test_killed_runs_continue_and_end_with_the_same_bytes(tmp_path):
     shard = write_shard(tmp_path / "a.parquet", make_texts(1000), group=60)
     prepare(shard, "--out", tmp_path / "whole")
@@ -276,7 +265,7 @@ def test_ctrl_c_keeps_the_work_and_says_how_to_go_on(tmp_path):
 def test_a_kill_in_the_second_of_two_shards_still_knows_the_digest_of_the_first(tmp_path):
     for number in range(2):
         write_shard(tmp_path / f"in/{number}.parquet", make_texts(100, seed=number))
-    forget_digests = "parquet.SourceDigests.check = lambda self, wait=False: None"
+    forget_digests = "digests.SourceDigests.check = lambda self, wait=False: None"
     kill = KILL_AFTER.replace("SIGNAL", "9").replace("COMMITS", "8")
     start(tmp_path / "out", tmp_path / "in", f"{kill}\n{forget_digests}").communicate()
     journal = json.loads((tmp_path / "out/progress.json").read_text())
@@ -489,7 +478,7 @@ BAD_FILES = {
     "is empty": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(write_shard(path, ["a"] * 9).read_bytes()[:-20]),
     "does not exist": lambda path: None,
-    "without .parquet files": lambda path: path.mkdir(),
+    "is a folder without .parquet, .jsonl": lambda path: path.mkdir(),
     r"no column 'text'; it has body \(string\), n \(int64\)": no_columns,
     "holds int64, not text": lambda path: pq.write_table(pa.table({"text": [1, 2]}), path),
     "0 different documents": lambda path: write_shard(path, [None, ""]),
@@ -520,11 +509,11 @@ def test_damage_found_late_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("known", [True, False])
 def test_a_wrong_digest_is_damage(tmp_path, monkeypatch, known):
     shard = write_shard(tmp_path / "a.parquet", make_texts(50))
-    digest = parquet.sha256_of(parquet.open_shards([str(shard)], "text")[0])
+    digest = digests.sha256_of(shards.open_shards([str(shard)], "text")[0])
     prepare(shard, "--out", tmp_path / "right", "--sha256", digest.upper())
     given = () if known else ("--sha256", "0" * 64)
     if known:
-        monkeypatch.setitem(parquet.KNOWN_SHA256, ("a.parquet", shard.stat().st_size), "0" * 64)
+        monkeypatch.setitem(digests.KNOWN_SHA256, ("a.parquet", shard.stat().st_size), "0" * 64)
     with pytest.raises(InputError, match=f"its SHA-256 is {digest}"):
         prepare(shard, "--out", tmp_path / "wrong", *given)
     assert not (tmp_path / "wrong").exists()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanofit.data.form import read_json
+from nanofit.data.source import Position
 from nanofit.files import atomic_write
 
 SPLITS = ("train", "val")
@@ -22,6 +23,7 @@ _FORM = {
     "position": [int],
     "tally": {...: int},
     "digests": {...: (str, None)},
+    "rows": {...: int},
     "bins": dict.fromkeys(SPLITS, str),
     "is_complete": bool,
     "crc32": int,
@@ -36,8 +38,8 @@ class BinWriter:
 
     def __init__(self, folder: Path, identity: dict):
         self._folder, self._identity = folder, identity
-        self._at = _Place((0, 0), Counter(), {split: hashlib.sha256() for split in SPLITS})
-        self.digests = {}  # of the sources, by their number
+        self._at = _Place(Position(), Counter(), {split: hashlib.sha256() for split in SPLITS})
+        self.digests, self.rows = {}, {}  # of the sources, by their number; rows read so far
         self.restart_reason = self._go_on()
         if self.restart_reason:
             (folder / JOURNAL).unlink()  # it must not vouch for what is written from here on
@@ -46,8 +48,8 @@ class BinWriter:
             file.truncate(2 * self.tally[f"{split}_tokens"])  # the rest was never committed
 
     @property
-    def position(self) -> tuple[int, int]:
-        """The shard and the row to go on from."""
+    def position(self) -> Position:
+        """Where to go on."""
         return self._at.position
 
     @property
@@ -64,7 +66,7 @@ class BinWriter:
             if not (self._folder / JOURNAL).exists():
                 self._partial(split).unlink(missing_ok=True)
 
-    def append(self, tokens: dict[str, np.ndarray], tally: Counter, position: tuple) -> None:
+    def append(self, tokens: dict[str, np.ndarray], tally: Counter, position: Position) -> None:
         """Add the next tokens of each split; `position` is what comes after them."""
         hashes = {split: hash.copy() for split, hash in self._at.hashes.items()}
         for split, array in tokens.items():
@@ -73,6 +75,7 @@ class BinWriter:
         total = self.tally.copy()
         total.update(tally)
         self._at = _Place(position, total, hashes)  # at once: Ctrl-C commits what is here
+        self.rows[str(position.shard)] = position.row
 
     def commit(self, *, is_complete: bool = False) -> None:
         """Make everything so far survive a kill or a power cut."""
@@ -83,6 +86,7 @@ class BinWriter:
             "position": self.position,
             "tally": self.tally,
             "digests": self.digests,
+            "rows": self.rows,
             "bins": {split: hash.hexdigest() for split, hash in self._at.hashes.items()},
             "is_complete": is_complete,
         }
@@ -132,8 +136,8 @@ class BinWriter:
             hashes[split] = _hash_of(path, bytes)
             if hashes[split].hexdigest() != journal["bins"][split]:
                 return f"{path.name} is damaged"
-        self._at = _Place(tuple(journal["position"]), Counter(journal["tally"]), hashes)
-        self.digests = journal["digests"]
+        self._at = _Place(Position(*journal["position"]), Counter(journal["tally"]), hashes)
+        self.digests, self.rows = journal["digests"], journal["rows"]
         return None
 
     def _partial(self, split: str) -> Path:
@@ -143,7 +147,7 @@ class BinWriter:
 class _Place(NamedTuple):
     """How far the work has come."""
 
-    position: tuple[int, int]
+    position: Position
     tally: Counter
     hashes: dict[str, Any]  # running digests of the bins
 

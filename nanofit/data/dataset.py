@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanofit.data.bins import JOURNAL, SPLITS, BinWriter
+from nanofit.data.digests import sha256_of
 from nanofit.data.form import read_json
-from nanofit.data.parquet import Shard, sha256_of
+from nanofit.data.lines import LONGEST_BYTES
+from nanofit.data.source import Shard
 from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE
 from nanofit.files import atomic_write
 from nanofit.terminal import InputError
@@ -20,8 +22,11 @@ TOLERATED_ROWS, TOLERATED_NET = 0.01, 0.005  # FineWeb counted tokens before it 
 COMMON_BLOCK_SIZE = 1024
 TOTALS = ("documents", "tokens", "text_bytes")  # of a split
 COUNTS = (
-    "skipped",  # null or empty documents
+    "skipped",  # null or empty documents, blank lines, objects without the field
     "not_utf8",  # documents skipped for what no text can hold, such as half a surrogate pair
+    "not_json",  # lines that are no JSON object
+    "not_text",  # objects that hold a number, a list or the like for a text
+    "too_long",  # lines, or documents of a text file, longer than memory is given to
     "spelling_end_of_text",  # documents that hold <|endoftext|>, which is text to us
     "checked",  # documents encoded by both encoders, and how many of them differed
     "mismatched",
@@ -47,6 +52,7 @@ class Options:
 
     val_fraction: float
     text_column: str
+    separator: str | None  # of the documents in a text file
     limit_docs: int | None
     val_hash_below: int  # what the fraction came to
 
@@ -70,7 +76,7 @@ def describe(shards: list[Shard], options: Options, writer: BinWriter) -> dict:
             {
                 "file": shard.name,
                 "bytes": shard.bytes,
-                "rows": shard.rows,
+                "rows": writer.rows.get(str(index), 0),
                 "sha256": writer.digests[str(index)],
             }
             for index, shard in enumerate(shards)
@@ -189,6 +195,15 @@ def warnings_about(meta: dict) -> Iterator[str]:
         yield (
             f"{counts['not_utf8']:,} documents are not UTF-8 and were skipped: badly written, or "
             "damaged since; compare the SHA-256 in meta.json with the publisher's"
+        )
+    if counts["not_json"]:
+        yield f"{counts['not_json']:,} lines are no JSON object and were skipped"
+    if counts["not_text"]:
+        yield f"{counts['not_text']:,} objects hold no text where it should be and were skipped"
+    if counts["too_long"]:
+        yield (
+            f"{counts['too_long']:,} documents of more than {LONGEST_BYTES // 2**20} MiB were "
+            "skipped; are they in the form that the file's ending tells?"
         )
     if counts["mismatched"]:
         yield (

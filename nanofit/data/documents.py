@@ -2,7 +2,7 @@
 
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,13 +11,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from nanofit.data.parquet import CHUNK_BYTES, Chunk, Shard, read_chunks, text_offsets
+from nanofit.data.lines import Block
+from nanofit.data.shards import count_rows, read_chunks
+from nanofit.data.source import CHUNK_BYTES, Chunk, Lines, Shard, is_utf8, text_offsets
 from nanofit.data.tokenizer import END_OF_TEXT, Encoder
 from nanofit.terminal import InputError
 
 HASH_RANGE = 2**32
 MOST_TOKENS = 2**32  # of a document
 FEW_ROWS, FEW_VAL_DOCUMENTS = 8192, 16
+SKIPPED = {  # as it is counted and told
+    "skipped": "null or empty",
+    "not_utf8": "not UTF-8",
+    "not_json": "no JSON object",
+    "not_text": "no text in the field",
+    "too_long": "too long",
+}
 SEPARATOR = np.array([END_OF_TEXT], np.uint32)
 
 
@@ -29,7 +38,7 @@ class ChunkEncoder:
     reference: Encoder | None  # encodes a document of every row group again, as a check
     val_hash_below: int  # which makes a document validation
 
-    def __call__(self, chunk: Chunk) -> tuple[dict[str, np.ndarray], Counter]:
+    def __call__(self, chunk: Chunk | Block) -> tuple[dict[str, np.ndarray], Counter]:
         texts, counts, tally = usable(chunk)
         strings = texts.to_pylist()
         documents = self.encode(strings)
@@ -57,7 +66,9 @@ class ChunkEncoder:
         return Counter(checked=1, mismatched=int(not is_equal))
 
 
-def encode_in_order(chunks: Iterator[Chunk], encode: ChunkEncoder, workers: int) -> Iterator:
+def encode_in_order(
+    chunks: Iterator[Chunk | Block], encode: ChunkEncoder, workers: int
+) -> Iterator:
     """The end of each chunk and what `encode` makes of it, in order; bounded work is under way."""
     pool, pending, pending_bytes = ThreadPoolExecutor(workers), deque(), deque()
     try:
@@ -74,7 +85,7 @@ def encode_in_order(chunks: Iterator[Chunk], encode: ChunkEncoder, workers: int)
         pool.shutdown(cancel_futures=True)
 
 
-def _read_ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+def _read_ahead(chunks: Iterator[Chunk | Block]) -> Iterator[Chunk | Block]:
     """The same chunks, each read while the one before is handed on."""
     with ThreadPoolExecutor(1) as reader:
         following = reader.submit(next, chunks, None)
@@ -96,33 +107,60 @@ def choose_val_hash_below(shards: list[Shard], val_fraction: float) -> int:
     in a tenth of them, up to FEW_VAL_DOCUMENTS: still a rule about the text alone.
     """
     limit = round(val_fraction * HASH_RANGE)
-    if sum(shard.rows for shard in shards) > FEW_ROWS:
+    if not _are_few(shards):
         return limit
-    chunks = (chunk for shard in shards for chunk in read_chunks(shard))
-    hashes = sorted({hash for chunk in chunks for hash in hashes_of(usable(chunk)[0])})
+    hashes, tally = set(), Counter()
+    for shard in shards:
+        for chunk in read_chunks(shard):
+            texts, _, chunk_tally = usable(chunk)
+            hashes.update(hashes_of(texts))
+            tally.update(chunk_tally)
+    hashes = sorted(hashes)
     if len(hashes) < 2:
+        hint = "; --separator splits text files" if shards and _is_one(shards[0]) else ""
         raise InputError(
-            f"{len(hashes)} different documents cannot be split into train and val; give at least 2"
+            f"{len(hashes)} different documents cannot be split into train and val; "
+            f"give at least 2{hint}{words_on_skipped(tally)}"
         )
     enough = min(-(-len(hashes) // 10), FEW_VAL_DOCUMENTS)
     return max(limit, hashes[enough - 1] + 1)
 
 
-def usable(chunk: Chunk) -> tuple[pa.Array, pa.Array | None, Counter]:
+def words_on_skipped(tally: Mapping[str, int]) -> str:
+    """What was left out, for the end of a line that tells what is missing."""
+    told = [f"{tally[name]:,} {words}" for name, words in SKIPPED.items() if tally.get(name)]
+    return f" (left out: {', '.join(told)})" if told else ""
+
+
+def _is_one(shard: Shard) -> bool:
+    return isinstance(shard.layout, Lines) and not shard.layout.separator
+
+
+def _are_few(shards: list[Shard]) -> bool:
+    left = FEW_ROWS
+    for shard in shards:
+        left -= count_rows(shard, left + 1)
+        if left < 0:
+            return False
+    return True
+
+
+def usable(chunk: Chunk | Block) -> tuple[pa.Array, pa.Array | None, Counter]:
     """The texts to learn from, their counts if any, and a tally of what is special about all."""
+    chunk = chunk.parsed()
     has_text = np.diff(text_offsets(chunk.texts)) > 0
     if chunk.texts.null_count:
         has_text &= chunk.texts.is_valid().to_numpy(zero_copy_only=False)
     texts, counts = _only(has_text, chunk.texts, chunk.counts)
-    tally = Counter(skipped=len(chunk.texts) - len(texts))
+    tally = chunk.tally + Counter(skipped=len(chunk.texts) - len(texts))
     is_wide = pa.types.is_large_binary(texts.type)
     strings = texts.view(pa.large_string() if is_wide else pa.string())
     try:
         strings.validate(full=True)
     except pa.ArrowInvalid:
-        is_utf8 = np.array([_is_utf8(text) for text in texts.to_pylist()])
-        strings, counts = _only(is_utf8, strings, counts)
-        tally["not_utf8"] = len(texts) - len(strings)
+        is_text = np.array([is_utf8(text) for text in texts.to_pylist()])
+        strings, counts = _only(is_text, strings, counts)
+        tally["not_utf8"] += len(texts) - len(strings)
     tally["spelling_end_of_text"] = pc.match_substring(strings, "<|endoftext|>").true_count
     return strings, counts, tally
 
@@ -134,15 +172,6 @@ def _only(
         return texts, counts
     wanted = pa.array(wanted)
     return texts.filter(wanted), counts and counts.filter(wanted)
-
-
-def _is_utf8(text: bytes) -> bool:
-    """Half of a surrogate pair, among others, is not, whatever it was written as."""
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def hashes_of(texts: pa.Array) -> list[int]:

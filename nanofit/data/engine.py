@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nanofit.data.dataset import Options, is_done
-from nanofit.data.parquet import Shard
+from nanofit.data.source import Shard
 from nanofit.files import PROJECT
 from nanofit.terminal import InputError
 

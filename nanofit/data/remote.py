@@ -110,13 +110,10 @@ def is_remote(location: str) -> bool:
 
 
 def find_remote(folder: str) -> list[str]:
-    """The addresses of the parquet files below one."""
+    """The addresses of the files below one."""
     filesystem, path = _filesystem(folder)
     paths = _patiently(folder, lambda: filesystem.find(path))
-    found = sorted(p for p in paths if p.endswith(".parquet"))
-    if not found:
-        raise InputError(f"{folder} holds no .parquet files")
-    return [filesystem.unstrip_protocol(p) for p in found]
+    return [filesystem.unstrip_protocol(p) for p in sorted(paths)]
 
 
 def version_of(location: str) -> str | None:

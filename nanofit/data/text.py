@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanofit.data.documents import HASH_RANGE, ChunkEncoder
-from nanofit.data.parquet import open_shards, read_chunks
+from nanofit.data.shards import open_shards, read_chunks
 from nanofit.data.tokenizer import fast_encoder, reference_encoder
 from nanofit.terminal import InputError
 

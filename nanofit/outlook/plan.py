@@ -5,7 +5,8 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from nanofit.data.parquet import find_shards, mean_token_count, open_shards
+from nanofit.data.parquet import mean_token_count
+from nanofit.data.shards import find_shards, open_shards
 from nanofit.data.tokens import open_bins
 from nanofit.machine.cards import Card, find_card
 from nanofit.outlook.forecast import (

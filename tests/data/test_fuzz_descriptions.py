@@ -14,7 +14,8 @@ import prepare_fineweb
 from nanofit.data.bins import SPLITS, BinWriter
 from nanofit.data.dataset import Options, is_done, merge, read_meta
 from nanofit.data.form import has_form
-from nanofit.data.parquet import Shard, open_shards
+from nanofit.data.shards import open_shards
+from nanofit.data.source import Position, Shard
 from nanofit.terminal import InputError
 from tests.fuzz import fuzzed
 from tests.shards import make_texts, prepare, write_shard
@@ -47,7 +48,7 @@ def made(tmp_path_factory) -> Path:
     with BinWriter(folder / "half", IDENTITY) as writer:
         for row in (10, 20, 30):
             tokens = {split: np.arange(row, dtype=np.uint16) for split in SPLITS}
-            writer.append(tokens, Counter(train_tokens=row, val_tokens=row), (0, row))
+            writer.append(tokens, Counter(train_tokens=row, val_tokens=row), Position(0, row))
             if row == 20:
                 writer.commit()
     return folder
@@ -133,11 +134,13 @@ def test_a_damaged_progress_is_gone_on_from_as_it_was_or_not_at_all(made, damage
         found = {split: (out / f"{split}.bin.partial").read_bytes() for split in SPLITS}
         if writer.restart_reason:
             assert not is_the_same
-            assert (writer.position, writer.tally, writer.digests) == ((0, 0), Counter(), {})
+            assert (writer.position, writer.tally) == (Position(), Counter())
+            assert not writer.digests and not writer.rows
             assert not any(found.values()) and not progress.exists()
         else:
             committed = np.concatenate([np.arange(10), np.arange(20)]).astype("<u2").tobytes()
-            assert writer.position == (0, 20) and writer.tally["train_tokens"] == 30
+            assert (writer.position, writer.rows) == (Position(0, 20), {"0": 20})
+            assert writer.tally["train_tokens"] == 30
             assert all(bytes == committed for bytes in found.values())
 
 

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanofit.data.digests import sha256_of
 from nanofit.data.documents import usable
-from nanofit.data.parquet import mean_token_count, open_shards, read_chunks, sha256_of
+from nanofit.data.parquet import mean_token_count
+from nanofit.data.shards import open_shards, read_chunks
 from nanofit.terminal import InputError
 from tests.fuzz import fuzzed
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanofit.data.parquet import Shard
+from nanofit.data.source import Shard
 from nanofit.export.card import model_card
 from nanofit.report.history import read_history
 from nanofit.report.page import page_of

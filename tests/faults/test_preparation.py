@@ -17,6 +17,7 @@ from tests.processes import is_stopped, wait_for
 from tests.shards import (
     assert_same_dataset,
     damage,
+    files_of,
     make_texts,
     prepare,
     read_meta,
@@ -31,10 +32,6 @@ def undisturbed(shards: Path, folder: Path) -> dict[str, bytes]:
     """What becomes of shards when all is well."""
     prepare(shards, "--out", folder, "--encoder", "tiktoken")
     return files_of(folder)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def position_in(folder: Path) -> tuple[int, int]:

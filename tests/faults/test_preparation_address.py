@@ -1,6 +1,7 @@
 """A shard at an address whose server stalls, hangs up, refuses or sends less than it promised."""
 
 import http.server
+import json
 import os
 import re
 import signal
@@ -12,12 +13,13 @@ import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import prepare_fineweb
 from nanofit.data.dataset import Options, identity
-from nanofit.data.parquet import open_shards
 from nanofit.data.remote import TRIES
+from nanofit.data.shards import open_shards
 from nanofit.terminal import InputError
 from tests import processes
 from tests.shards import assert_same_dataset, make_texts, prepare, read_meta, write_shard
@@ -143,6 +145,29 @@ def test_what_fails_for_good_ends_in_a_line_after_some_tries(shard, tmp_path, ca
     assert not (tmp_path / "out/meta.json").exists()
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.zst"])
+def test_lines_at_an_address_are_resumed_by_range_too(shard, tmp_path, name):
+    texts = make_texts(3000)
+    rows = [json.dumps({"text": text}) for text in texts]
+    content = "\n".join(rows if "jsonl" in name else texts).encode()
+    codec = {"gz": "gzip", "zst": "zstd"}.get(name.rpartition(".")[2])
+    with (
+        pa.CompressedOutputStream(str(tmp_path / name), codec)
+        if codec
+        else ((tmp_path / name).open("wb")) as file
+    ):
+        file.write(content)
+    flags = ("--separator", r"\n")
+    prepare(tmp_path / name, "--out", tmp_path / "local", *flags)
+    with serving(tmp_path / name, lambda number: "reset" if number % 2 else None) as server:
+        address = server.address.replace("a.parquet", name)
+        prepare(address, "--out", tmp_path / "remote", *flags)
+    assert_same_dataset(tmp_path / "local", tmp_path / "remote")
+    local, remote = read_meta(tmp_path / "local"), read_meta(tmp_path / "remote")
+    assert local["counts"] == remote["counts"]
+    assert remote["sources"][0]["rows"] == len(texts)
+
+
 def test_an_address_may_ask_for_more_and_its_key_is_not_kept(shard, tmp_path, capsys):
     with serving(shard, lambda number: 500 if number < 2 else None) as server:
         prepare(f"{server.address}?download=true&key=secret", "--out", tmp_path / "remote")
@@ -191,7 +216,7 @@ def test_half_made_output_is_not_gone_on_from_when_the_address_has_other_content
         server.content = server.content[:50] + b"?" + server.content[51:]
         [after] = open_shards([server.address], "text")
     assert after.bytes == before.bytes
-    options = Options(0.01, "text", None, 9)
+    options = Options(0.01, "text", None, None, 9)
     assert identity([after], options) != identity([before], options)
 
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanofit.data.parquet import find_shards
+from nanofit.data.shards import find_shards
 from nanofit.terminal import InputError
 from tests.shards import (
     assert_same_dataset,
