@@ -1,5 +1,6 @@
 """What the README says to type is typed, in its order, in a copy of the project."""
 
+import json
 import os
 import re
 import shlex
@@ -84,6 +85,9 @@ def test_every_command_names_a_script_and_every_target_and_link_exists():
 @pytest.mark.slow
 def test_every_command_works_in_its_order(typed, tmp_path):
     make_shard(["--size=300KB", f"--out={tmp_path / '000_00000.parquet'}"])
+    (tmp_path / "corpus").mkdir()
+    lines = (json.dumps({"content": f"Document {number} of many. " * 20}) for number in range(300))
+    (tmp_path / "corpus" / "mine.jsonl").write_text("\n".join(lines))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for command in commands():
