@@ -101,6 +101,7 @@ static void settle(void) {
   sscanf(setting("CARD_CAPABILITY", "8.9"), "%d.%d", &the_card.major, &the_card.minor);
   the_card.processors = atoi(setting("CARD_PROCESSORS", "46"));
   the_card.total_bytes = mib_setting("CARD_MEMORY_MIB", "12282");
+  the_card.driver = atoi(setting("CARD_DRIVER", "13000"));
   snprintf(the_card.name, sizeof the_card.name, "%s", setting("CARD_NAME", "NVIDIA GeForce RTX 4070"));
   context_bytes = mib_setting("CARD_CONTEXT_MIB", "0");
   is_told_scalar = getenv("CARD_SCALARS") != NULL;

@@ -13,6 +13,7 @@
 struct card {
   char name[256];
   int devices, major, minor, processors;  // processors: streaming multiprocessors
+  int driver;  // the newest CUDA it knows, as in 13000
   size_t total_bytes;
 };
 
