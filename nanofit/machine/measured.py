@@ -91,15 +91,15 @@ def read_report(path: Path) -> CardReport:
 
 
 @cache
-def kept_reports(place: Path = PLACE) -> tuple[CardReport, ...]:
+def kept_reports() -> tuple[CardReport, ...]:
     """All that were sent and kept."""
-    return tuple(map(CardReport.told, json.loads(read_small(place))))
+    return tuple(map(CardReport.told, json.loads(read_small(PLACE))))
 
 
-def keep_reports(reports: list[CardReport], place: Path = PLACE) -> None:
+def keep_reports(reports: list[CardReport]) -> None:
     """Add reports to those that are kept, each of them once."""
-    every = dict.fromkeys((*kept_reports(place), *reports))
-    with atomic_write(place) as temporary:
+    every = dict.fromkeys((*kept_reports(), *reports))
+    with atomic_write(PLACE) as temporary:
         told = json.dumps([asdict(report) for report in every], indent=1)
         temporary.write_text(f"{told}\n", encoding="utf-8")
     kept_reports.cache_clear()
