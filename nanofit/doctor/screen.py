@@ -24,7 +24,9 @@ class Screen:
         columns = min(shutil.get_terminal_size().columns, COLUMNS) if on_terminal else COLUMNS
         self._columns, self._is_quiet = columns, is_quiet
         self._console = Console(highlight=False, soft_wrap=True, force_terminal=on_terminal)
-        self._status = Console(stderr=True).status("")
+        # Whoever draws a live line has to know of what is printed above it.
+        is_shared = on_terminal and not is_quiet
+        self._status = (self._console if is_shared else Console(stderr=True)).status("")
 
     def __enter__(self) -> "Screen":
         self._status.start()

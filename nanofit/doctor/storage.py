@@ -63,8 +63,21 @@ def disk_findings(settings: Settings, system: System) -> Iterator[Finding]:
         yield warning("disk", slow, "give a faster place by --out_dir, or save at longer intervals")
     else:
         yield Finding("disk", told)
+    data_dir = settings.run.data_dir
+    if data_dir.is_dir() and data_dir.stat().st_dev != folder.stat().st_dev:
+        yield from _reading(data_dir)
     if system.kind == "WSL":
-        yield from _windows_disks(folder, settings.run.data_dir)
+        yield from _windows_disks(folder, data_dir)
+
+
+def _reading(data_dir: Path) -> Iterator[Finding]:
+    """How fast data come that lie on another disk, where that can be measured."""
+    bins = sorted(data_dir.glob("*.bin"), key=lambda file: file.stat().st_size)
+    with suppress(OSError):  # of which the look at the data tells
+        if bins and bins[-1].stat().st_size and hasattr(os, "posix_fadvise"):
+            with bins[-1].open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                yield Finding("disk", f"{data_dir}: reads {_size(_read(file))}/s")
 
 
 def _windows_disks(*folders: Path) -> Iterator[Finding]:

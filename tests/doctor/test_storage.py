@@ -123,6 +123,22 @@ def test_disk_without_room_for_checkpoints_is_a_problem_and_no_speed_is_made_up(
             assert "/s" not in found.text  # too small to measure
 
 
+def test_disk_of_the_data_is_measured_by_reading_them_where_it_is_another(disk, tmp_path):
+    (disk / "train.bin").write_bytes(bytes(2**20))
+    settings = load_config([*TINY_MODEL, f"--out_dir={tmp_path}", f"--dataset={disk}"])
+    _, reading = disk_findings(settings, LINUX)
+    assert reading.text.startswith(f"{disk}: reads ") and reading.text.endswith("B/s")
+    same = load_config([*TINY_MODEL, f"--out_dir={disk}", f"--dataset={disk}"])
+    assert len(list(disk_findings(same, LINUX))) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no folder that nobody can write to")
+def test_folder_that_nobody_can_write_to_is_a_problem():
+    [found] = disk_findings(load_config(["--out_dir=/proc/out"]), LINUX)
+    assert found.state == "problem"
+    assert "/proc/out cannot be written to" in found.text
+
+
 def test_checkpoints_that_are_there_need_no_more_room(disk):
     words = [*TINY_MODEL, "--n_embd=64", f"--out_dir={disk}", "--keep_checkpoints=1"]
     settings = load_config(words)
