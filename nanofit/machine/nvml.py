@@ -44,7 +44,7 @@ def look_at_driver() -> Driver | None:
     except pynvml.NVMLError_LibraryNotFound:
         return None
     except pynvml.NVMLError as error:
-        return Driver(refusal=str(error))
+        return Driver(refusal=str(error).rstrip("."))
     version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
     return Driver(
         pynvml.nvmlSystemGetDriverVersion(),

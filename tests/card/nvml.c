@@ -10,8 +10,8 @@ static int error(void) { return atoi(getenv("CARD_NVML_ERROR") ?: "0"); }
 int nvmlInit_v2(void) { return error(); }
 int nvmlInitWithFlags(unsigned flags) { return error(); }
 int nvmlShutdown(void) { return OK; }
-const char *nvmlErrorString(int error) { return !error ? "Success" : error == 18 ? "Driver/library version mismatch" : "Not Supported"; }
-int nvmlDeviceGetCount_v2(unsigned *n) { *n = card()->devices; return OK; }
+const char *nvmlErrorString(int error) { return error ? "Not Supported" : "Success"; }
+int nvmlDeviceGetCount_v2(unsigned *n) { *n = card()->plugged; return OK; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(uintptr_t)(index + 1); return OK; }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **handle) {
   unsigned domain, bus = 1;

@@ -96,7 +96,7 @@ def test_driver_older_than_the_build_of_torch_stops_a_run(examined):
 def test_driver_that_was_updated_under_a_running_machine_is_told(examined):
     found, told = examined(CARD_NVML_ERROR="18")
     assert found[0][:2] == ("problem", "card")
-    assert "Driver/library version mismatch" in found[0][2]
+    assert "version mismatch" in found[0][2]
     assert "restart the machine" in told["findings"][3]["remedy"]
 
 
@@ -134,6 +134,12 @@ def test_machine_without_a_card_computes_on_its_cpu(card, examined):
     found, told = examined(on=card(devices=0))
     assert told["is_well"]
     assert found[0] == ("ok", "card", "none: a run computes on the CPU")
+
+
+def test_machine_without_a_card_is_not_measured(card):
+    done = card(devices=0).run("doctor.py", *SMALL, "--compile=False", "--measure", "--json")
+    assert (done.code, done.output) == (2, ""), done
+    assert "--measure is for a card, and a run would take CPU" in done.errors
 
 
 def test_compiling_is_tried_with_triton_on_the_card(card, examined):

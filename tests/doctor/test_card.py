@@ -102,7 +102,7 @@ def test_amx_that_is_announced_and_not_granted_is_told_with_the_way_round_it():
     [
         (None, None, False, "ok", "none: a run computes on the CPU"),
         (None, None, True, "problem", "no driver of NVIDIA's answers"),
-        (Driver(refusal="Driver/library version mismatch"), None, True, "problem", "mismatch"),
+        (Driver(refusal="an NVML/RM version mismatch"), None, True, "problem", "mismatch"),
         (driver(), None, True, "ok", "NVIDIA GeForce RTX 4070, 12.0 GiB, driver 580.65.06"),
         (None, seen(device="mps", name="Apple GPU", cuda=None), False, "ok", "Apple GPU"),
     ],
