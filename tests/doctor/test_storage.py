@@ -82,15 +82,18 @@ def test_lost_or_damaged_data_are_a_problem_with_a_way_out(dataset, damage, said
     assert remedy in found.remedy
 
 
-@pytest.mark.parametrize(("tokens", "state"), [(999, "ok"), (10**13, "problem")])
+@pytest.mark.parametrize(
+    ("tokens", "state", "size"), [(999, "ok", "0.2 MB"), (10**13, "problem", "2,000,000 GB")]
+)
 def test_parquet_that_is_not_prepared_yet_is_no_problem_while_there_is_room(
-    tmp_path, tokens, state
+    tmp_path, tokens, state, size
 ):
     rows = pa.table({"text": [""] * 100, "token_count": [tokens] * 100})
     pq.write_table(rows, tmp_path / "000.parquet")
     found = of_data(tmp_path)
     assert found.state == state
     assert f"about {compact(100 * (tokens + 1))} tokens, which train.py will prepare" in found.text
+    assert f" in {size} of " in found.text
 
 
 def test_disk_is_measured_by_a_file_that_is_gone_afterwards(tmp_path):
