@@ -2,10 +2,14 @@
 
     python bench/cards.py              # all cards, eager; about 25 minutes on 2 cores
     python bench/cards.py "RTX 4070" --compiled --configs train_gpt2_124m,train_fineweb_4070_fast
+    python bench/cards.py --doctor FILE ... [--keep]      # what owners of cards measured and sent
 
 On cards without a GPU (tests/card): torch's allocator and its out-of-memory are real, kernels do
 nothing. For each card, config and use by other programs the fit is found as train.py finds it, but
 with trials in one process, and then the next larger micro-batch is tried.
+
+With --doctor it shows reports that doctor.py --measure wrote on real cards beside what is assumed
+of them; --keep puts them into the table that the planner takes instead of what is assumed.
 """
 
 import argparse
@@ -27,13 +31,22 @@ import torch
 from nanofit.fit.fit import Fit, find_fit
 from nanofit.fit.search import sizes_for
 from nanofit.fit.trial import TrialResult, trial_here
+from nanofit.machine.cards import Card, known_card
 from nanofit.machine.device import describe_device
 from nanofit.machine.dist import Ranks
+from nanofit.machine.measured import CardReport, MeasuredStep, keep_reports, read_report
+from nanofit.machine.overhead import CUDA_CONTEXT_BYTES, LIBRARY_BYTES
 from nanofit.memory.budget import LEAST_RESERVE_BYTES, RESERVE_SHARE
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
+from nanofit.outlook.forecast import (
+    expected_share,
+    measured_share,
+    measured_step,
+    predicted_tokens_per_s,
+)
 from nanofit.settings.config import PROJECT, Settings, load_config
-from nanofit.terminal import InputError, first_line, run_script
+from nanofit.terminal import InputError, compact, first_line, run_script
 
 CARDS = (
     "3050 laptop",
@@ -63,8 +76,15 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("cards", nargs="*", default=CARDS)
     parser.add_argument("--compiled", action="store_true", help="the compiled stage as well")
     parser.add_argument("--configs", metavar="NAME,...", help="these of config/ alone")
+    parser.add_argument("--doctor", nargs="+", type=Path, metavar="FILE", help="reports to show")
+    parser.add_argument(
+        "--keep", action="store_true", help="with --doctor: let the planner use them"
+    )
     parser.add_argument(WORKER, action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
+    if asked.doctor:
+        _show_reports(list(map(_report_in, asked.doctor)), keep=asked.keep)
+        return
     if asked.worker:
         for row in _rows_of_this_card(asked.configs, compiled=asked.compiled):
             print(json.dumps(row), flush=True)
@@ -80,6 +100,63 @@ def main(argv: Sequence[str]) -> None:
             for row in answer:
                 _print_row(_cells(row))
     _print_summary(rows)
+
+
+def _report_in(path: Path) -> CardReport:
+    try:
+        report = read_report(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); name a doctor.json") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not used: {error}; ask for it again") from error
+    if not known_card(report.card):
+        raise InputError(
+            f"{path} is of {report.card}, which nanofit/machine/cards.py lacks; add it"
+        )
+    return report
+
+
+def _show_reports(reports: list[CardReport], *, keep: bool) -> None:
+    """A row for each, and one for each of its steps: what was assumed, and what was measured."""
+    print("| card | system | driver | context, MiB | libraries, MiB | share | assumed share |")
+    print("|---|---|---|--:|--:|--:|--:|")
+    for one in reports:
+        card = known_card(one.card)
+        share = measured_share(card, [one])
+        overheads = [(one.context_bytes, CUDA_CONTEXT_BYTES), (one.library_bytes, LIBRARY_BYTES)]
+        told = [
+            f"{f'{found / MIB:,.0f}' if found else '-'} ({assumed / MIB:,.0f})"
+            for found, assumed in overheads
+        ]
+        _print_row(
+            [
+                one.card,
+                one.system,
+                one.driver,
+                *told,
+                f"{share:.2f}" if share else "-",
+                f"{expected_share(card):.2f}",
+            ]
+        )
+    print("\n| card | step | forecast, MiB | allocated | reserved | plan, tokens/s | measured |")
+    print("|---|---|--:|--:|--:|--:|--:|")
+    for one in reports:
+        for step in one.steps:
+            _print_row([one.card, *_cells_of_step(known_card(one.card), step)])
+    if keep:
+        keep_reports(reports)
+
+
+def _cells_of_step(card: Card, one: MeasuredStep) -> list[str]:
+    step = measured_step(one)
+    stage = "compiled" if one.compiled else "eager"
+    planned = predicted_tokens_per_s(card, step, compiled=one.compiled)
+    sizes = [one.forecast_bytes, one.allocated_bytes, one.reserved_bytes]
+    measured = [f"{planned:,.0f}", f"{one.tokens_per_s:,.0f}"]
+    name = f"{compact(step.parameters)}, {one.micro_batch_size} × {one.block_size} {stage}"
+    if not one.survived:
+        sizes, measured, name = sizes[:1], ["-"] * 4, f"{name}: did not survive"
+    return [name, *(f"{size / MIB:,.0f}" for size in sizes), *measured]
 
 
 def _on_card(name: str, words: list[str]) -> list[dict[str, Any]]:

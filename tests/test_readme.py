@@ -29,6 +29,7 @@ MORE_WORDS = {  # of each script, so that what takes a card days is a matter of 
     "autofit.py": [*SMALL, "--memory_limit=2GB"],
     "plan.py": SMALL,
     "report.py": [],
+    "doctor.py": SMALL,
     "export.py": [],
 }
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from nanofit.cache import keep, recall
+from nanofit.machine.measured import reports_of, usual
 
 # Assumptions about hardware: what its owner published of an RTX 4070, and what simulations of
 # published runs lacked.
@@ -17,11 +18,7 @@ class Overhead(NamedTuple):
 
     context_bytes: int = CUDA_CONTEXT_BYTES
     library_bytes: int = LIBRARY_BYTES
-    is_measured: bool = False
-
-    @property
-    def source(self) -> str:
-        return "measured here" if self.is_measured else "assumed"
+    source: str = "assumed"
 
 
 ASSUMED = Overhead()
@@ -29,8 +26,16 @@ ASSUMED = Overhead()
 
 def overhead_of(card: str | None) -> Overhead:
     """What a process takes on a card, by the name its driver reports."""
-    kept = card and recall("overhead", _key(card))
-    return Overhead(*kept, is_measured=True) if kept else ASSUMED
+    if card is None:
+        return ASSUMED
+    if kept := recall("overhead", _key(card)):
+        return Overhead(*kept, source="measured here")
+    reports = reports_of(_key(card))
+    context_bytes = usual([report.context_bytes for report in reports])
+    library_bytes = usual([report.library_bytes for report in reports])
+    if context_bytes is None or library_bytes is None:
+        return ASSUMED
+    return Overhead(round(context_bytes), round(library_bytes), "measured on such a card")
 
 
 def remember_overhead(card: str, context_bytes: int, library_bytes: int) -> None:

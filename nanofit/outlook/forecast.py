@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from nanofit.learning.chunks import chunk_rows
 from nanofit.machine.cards import Card, known_card
+from nanofit.machine.measured import CardReport, MeasuredStep, reports_of, usual
 from nanofit.outlook.roofline import Step, tokens_per_s
 from nanofit.outlook.scaling import (
     FADING_EPOCHS,
@@ -168,10 +169,34 @@ def predicted_tokens_per_s(card: Card, step: Step, *, compiled: bool = True) -> 
 
 
 def expected_share(card: Card) -> float:
-    """The share of its roofline speed that a card should reach, by the published runs.
+    """The share of its roofline speed that a card should reach.
 
-    The larger card reached less of it; a card between the two is taken to be between them.
+    What such cards were measured to reach or, if none was, by the published runs: the larger card
+    reached less of it; a card between the two is taken to be between them.
     """
+    return measured_share(card) or _share_by_published(card)
+
+
+def measured_share(card: Card, reports: list[CardReport] | None = None) -> float | None:
+    """What owners of such a card measured with compiled models; None if nobody did."""
+    reports = reports_of(card.name) if reports is None else reports
+    steps = [step for report in reports for step in report.steps if step.compiled and step.survived]
+    best = dict(peak_flops=card.peak_flops, bytes_per_s=card.bytes_per_s)
+    return usual([one.tokens_per_s / tokens_per_s(measured_step(one), **best) for one in steps])
+
+
+def measured_step(one: MeasuredStep) -> Step:
+    """What was done to measure it."""
+    names = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+    return step_of(
+        GPTConfig(**{name: getattr(one, name) for name in names}),
+        "chunked",
+        micro_batch_size=one.micro_batch_size,
+        sequences_per_step=one.passes * one.micro_batch_size,
+    )
+
+
+def _share_by_published(card: Card) -> float:
     (slow, slow_share), (fast, fast_share) = (
         (known_card(run.card), reached_share(run)) for run in PUBLISHED_RUNS
     )

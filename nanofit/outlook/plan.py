@@ -14,6 +14,7 @@ from nanofit.outlook.forecast import (
     PUBLISHED_RUNS,
     Forecast,
     expected_share,
+    measured_share,
     predicted_tokens_per_s,
     reached_share,
     step_of,
@@ -163,15 +164,11 @@ class Plan:
 
     @property
     def checkpoints(self) -> int:
-        """How many there are at most: those kept, the best, the stable one, the one in writing."""
-        stable = self.learn.decay_lr and self.learn.lr_schedule == "wsd"
-        return self.run.keep_checkpoints + 2 + stable
+        return most_checkpoints(self.settings)
 
     @property
     def checkpoint_bytes(self) -> int:
-        matrices = 12 * self.shape.n_layer * self.shape.n_embd**2
-        second_moments = 4 * matrices if self.learn.optimizer == "muon" else 0  # which Muon has not
-        return CHECKPOINT_BYTES_PER_PARAMETER * self.shape.parameters - second_moments
+        return checkpoint_bytes(self.settings)
 
     @property
     def optimal_tokens(self) -> float:
@@ -235,6 +232,20 @@ class Plan:
         }
 
 
+def most_checkpoints(settings: Settings) -> int:
+    """How many there are at most: those kept, the best, the stable one, the one in writing."""
+    stable = settings.learn.decay_lr and settings.learn.lr_schedule == "wsd"
+    return settings.run.keep_checkpoints + 2 + stable
+
+
+def checkpoint_bytes(settings: Settings) -> int:
+    """The size of one: weights, and what the optimiser keeps of each."""
+    shape = settings.shape
+    matrices = 12 * shape.n_layer * shape.n_embd**2
+    second_moments = 4 * matrices if settings.learn.optimizer == "muon" else 0  # which Muon has not
+    return CHECKPOINT_BYTES_PER_PARAMETER * shape.parameters - second_moments
+
+
 def find_data(settings: Settings, *, unique_tokens: int | None, shard: str | None) -> Data:
     """The data of a run: as given, of a parquet file, or what lies in its dataset's folder."""
     shape, folder = settings.shape, settings.run.data_dir
@@ -283,9 +294,12 @@ def speed_of_card(name: str, settings: Settings) -> Speed:
         f"{card.name}: {card.tensor_cores} tensor cores × {card.boost_mhz} MHz × {card.core_flops} "
         f"= {card.peak_flops / 1e12:.1f} TFLOPS (dense, fp32 accumulation) and "
         f"{card.bandwidth_gb_s} GB/s. By its FLOPs and bytes a step takes "
-        f"{sum(parts.values()):.3g} s ({shares}). Of such a speed GPT-2 124M reached {reached}; "
-        f"{expected_share(card):.0%} is expected here"
+        f"{sum(parts.values()):.3g} s ({shares}). Of such a speed "
     )
+    if share := measured_share(card):
+        source += f"{share:.0%} was measured on such a card"
+    else:
+        source += f"GPT-2 124M reached {reached}; {expected_share(card):.0%} is expected here"
     if not run.compile:
         source += f"; without torch.compile {COMPILE_GAIN} × slower (published: 1.5 to 1.85)"
     return Speed(predicted_tokens_per_s(card, step, compiled=run.compile), card, source)

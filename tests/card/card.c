@@ -96,11 +96,13 @@ static void join(void) {  // also after a fork: a child is another process
 }
 
 static void settle(void) {
-  the_card.devices = count_visible(atoi(setting("CARD_DEVICES", "1")));
-  if (the_card.devices > MOST_DEVICES) the_card.devices = MOST_DEVICES;
+  the_card.plugged = atoi(setting("CARD_DEVICES", "1"));
+  if (the_card.plugged > MOST_DEVICES) the_card.plugged = MOST_DEVICES;
+  the_card.devices = count_visible(the_card.plugged);
   sscanf(setting("CARD_CAPABILITY", "8.9"), "%d.%d", &the_card.major, &the_card.minor);
   the_card.processors = atoi(setting("CARD_PROCESSORS", "46"));
   the_card.total_bytes = mib_setting("CARD_MEMORY_MIB", "12282");
+  the_card.driver = atoi(setting("CARD_DRIVER", "13000"));
   snprintf(the_card.name, sizeof the_card.name, "%s", setting("CARD_NAME", "NVIDIA GeForce RTX 4070"));
   context_bytes = mib_setting("CARD_CONTEXT_MIB", "0");
   is_told_scalar = getenv("CARD_SCALARS") != NULL;

@@ -12,7 +12,9 @@
 
 struct card {
   char name[256];
+  int plugged;  // cards, as NVML counts them; of which CUDA shows some
   int devices, major, minor, processors;  // processors: streaming multiprocessors
+  int driver;  // the newest CUDA it knows, as in 13000
   size_t total_bytes;
 };
 

@@ -2,8 +2,8 @@
 
     python tests/card/covered.py .venv-cuda/coverage
 
-That is every line of nanofit/machine/device.py and memory.py but those for devices that tell
-nothing of their memory, as Apple's, and every expression elsewhere that asks for CUDA: as the
+That is every line of device.py, memory.py and nvml.py in nanofit/machine but those for devices that
+tell nothing of their memory, as Apple's, and every expression elsewhere that asks for CUDA: as the
 condition of a statement with both of its outcomes, else as a line that was executed, for of what is
 within a line coverage does not tell. Exits with 1 if any is missing.
 """
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
-MACHINE = [PROJECT / "nanofit/machine" / name for name in ("device.py", "memory.py")]
+MACHINE = [PROJECT / "nanofit/machine" / name for name in ("device.py", "memory.py", "nvml.py")]
 
 
 def main(folder: Path) -> None:

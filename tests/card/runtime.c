@@ -25,12 +25,14 @@ cudaError_t cudaPeekAtLastError(void) { return last_error; }
 const char *cudaGetErrorName(cudaError_t error) {
   return error == cudaSuccess ? "cudaSuccess"
        : error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation"
+       : error == cudaErrorInsufficientDriver ? "cudaErrorInsufficientDriver"
        : error == cudaErrorNoDevice ? "cudaErrorNoDevice"
        : error == cudaErrorInvalidDevice ? "cudaErrorInvalidDevice" : "cudaErrorUnknown";
 }
 const char *cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error"
        : error == cudaErrorMemoryAllocation ? "out of memory"
+       : error == cudaErrorInsufficientDriver ? "CUDA driver version is insufficient for CUDA runtime version"
        : error == cudaErrorNoDevice ? "no CUDA-capable device is detected"
        : error == cudaErrorInvalidDevice ? "invalid device ordinal"
        : error == cudaErrorNotSupported ? "operation not supported" : "an error of the card without a GPU";
@@ -40,6 +42,7 @@ const char *cudaGetErrorString(cudaError_t error) {
 
 cudaError_t cudaGetDeviceCount(int *n) {
   *n = card()->devices;
+  if (card()->driver < VERSION) return fail(cudaErrorInsufficientDriver);
   return *n ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 cudaError_t cudaGetDevice(int *device) { *device = card_current; OK; }
@@ -48,7 +51,7 @@ cudaError_t cudaSetDevice(int device) {
   card_enter(card_current = device);
   OK;
 }
-cudaError_t cudaDriverGetVersion(int *version) { *version = VERSION; OK; }
+cudaError_t cudaDriverGetVersion(int *version) { *version = card()->driver; OK; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = VERSION; OK; }
 cudaError_t cudaDeviceSynchronize(void) { OK; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
