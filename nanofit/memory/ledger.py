@@ -95,13 +95,25 @@ def saved_by_8_bits(setup: Setup) -> int:
     return wide.allocated_bytes - narrow.allocated_bytes
 
 
+def held_bytes(setup: Setup) -> int:
+    """All weights, gradients and moments that are on a card."""
+    step = _with_gradients(setup)
+    step.update()
+    return step.allocated_bytes
+
+
 def update_bytes(setup: Setup) -> int:
     """What an update needs, with all weights, gradients and moments, but without activations."""
+    step = _with_gradients(setup)
+    step.update()
+    return Course(step.events).peak_bytes
+
+
+def _with_gradients(setup: Setup) -> "_Step":
     step = (_ShardedStep if setup.shard else _Step)(setup, 1)
     step.build()
     step.all_gradients()
-    step.update()
-    return Course(step.events).peak_bytes
+    return step
 
 
 class _Tensor(NamedTuple):
