@@ -22,14 +22,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nanofit.machine.cards import check_gpus
 from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
 from nanofit.memory.explain import explain
 from nanofit.memory.picture import figure_class, save_png
 from nanofit.memory.tables import show
 from nanofit.settings.config import Settings, load_config
-from nanofit.terminal import FlagParser, InputError, parse_size, run_script
-
-MOST_GPUS = 100_000  # more is a slip
+from nanofit.terminal import SWITCH, FlagParser, InputError, parse_size, run_script
 
 
 def main(argv: Sequence[str]) -> None:
@@ -48,10 +47,10 @@ def _fit(asked: argparse.Namespace, settings: Settings) -> None:
     from nanofit.machine.device import describe_device
     from nanofit.machine.dist import Ranks
 
-    if any((asked.gpu, asked.vram, asked.png, asked.simulate, asked.gpus, asked.shard)):
+    if any((asked.gpu, asked.vram, asked.png, asked.simulate, asked.gpus > 1)):
         raise InputError(
-            "--gpu, --gpus, --shard, --vram, --simulate and --png go with --explain: trials need "
-            "the card itself"
+            "--gpu, --gpus, --vram, --simulate and --png go with --explain: trials need the card "
+            "itself"
         )
     run = replace(settings.run, autofit=True, eval_only=False)
     device = describe_device(run.device, run.dtype)
@@ -81,7 +80,7 @@ def _explain(asked: argparse.Namespace, settings: Settings) -> None:
             budget,
             dtype=dtype_of(asked.gpu, run),
             has_flash=has_flash_on(asked.gpu, run),
-            world=asked.gpus or 1,
+            world=asked.gpus,
             shard=asked.shard,
             is_simulated=asked.simulate,
             note=status.update,
@@ -104,16 +103,19 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--explain", action="store_true", help="show where the memory goes and what would save it")
     add("--gpu", metavar="NAME", help="for this card, as in 'RTX 4070' or 'A100 80GB'")
     add("--vram", type=_vram, metavar="SIZE", help="for a card with so much memory, as in 12GB")
-    add("--gpus", type=int, metavar="N", help="for so many cards, each with a process of its own")
-    add("--shard", action="store_true", help="with --gpus: each card holds a part of the model")
+    add(
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="for so many cards, each with a process of its own",
+    )
+    add("--shard", **SWITCH, help="with --gpus: each card holds a part of the model")
     add("--simulate", action="store_true", help="with --explain: run the step's code to find out")
     add("--png", type=Path, metavar="FILE", help="save a picture of the memory over one step")
     add("--json", action="store_true", help="print it for programs")
     asked, rest = parser.parse_known_args(argv)
-    if asked.gpus is not None and not 1 <= asked.gpus <= MOST_GPUS:
-        raise InputError(f"--gpus {asked.gpus} must be from 1 to {MOST_GPUS}")
-    if asked.shard and (asked.gpus or 1) < 2:
-        raise InputError("--shard cuts the model for several cards: give --gpus 2 or more")
+    check_gpus(asked.gpus, shard=asked.shard)
     return asked, rest
 
 

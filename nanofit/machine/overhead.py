@@ -9,8 +9,8 @@ from nanofit.cache import keep, recall
 CUDA_CONTEXT_BYTES = 420 * 2**20
 LIBRARY_BYTES = 128 * 2**20
 
-# Published of A100s with NVLink (NVIDIA/nccl issue 964): of a group of two, and of more. Buffers are
-# per channel, of which cards on PCIe have fewer: they should take less.
+# Published of A100s with NVLink (NVIDIA/nccl issue 964): of a group of two, and of more. Buffers
+# are per channel, of which cards on PCIe have fewer: they should take less.
 _PAIR_BYTES, _GROUP_BYTES = 544 * 2**20, 688 * 2**20
 
 _MOST_BYTES = 2**31  # more is another program that came while it was measured

@@ -170,8 +170,8 @@ def _way_table(told: Explanation) -> Table:
 def _what_fits(told: Explanation) -> str:
     """Of each card, in words; and how many cards would do."""
     said = (
-        "Of each card, eager, by arithmetic; nothing here was measured. Held are weights, gradients\n"
-        "and moments: whole on every card, or in parts that are gathered block by block."
+        "Of each card, eager, by arithmetic; nothing here was measured. Held are weights,\n"
+        "gradients and moments: whole on every card, or in parts that are gathered block by block."
     )
     if told.budget is None:
         return said
