@@ -1,8 +1,9 @@
 """What several cards change: what each of them holds, replicated or sharded, and what fits."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from functools import partial
 from typing import Any, NamedTuple
 
 from nanofit.machine.overhead import collective_bytes
@@ -66,11 +67,13 @@ def fewest_cards(setup: Setup, budget: Budget) -> Iterator[Way]:
     if setup.optimizer != "adamw":
         return
     for savers in _SAVERS:
-        ways = (
-            _way(replace(_plain(setup), world=cards, shard=True, **savers), budget)
-            for cards in range(2, MOST_CARDS + 1)
-        )
-        yield from islice((way for way in ways if way.largest), 1)
+        sharded = replace(_plain(setup), world=MOST_CARDS, shard=True, **savers)
+        if not _fits(sharded, budget):
+            continue
+        few = range(2, MOST_CARDS)  # the more cards, the smaller their parts
+        spreads = [replace(sharded, world=cards) for cards in few]
+        cards = few[0] + bisect_left(spreads, True, key=partial(_fits, budget=budget))
+        yield _way(replace(sharded, world=cards), budget)
 
 
 def room_bytes(budget: Budget, world: int) -> int:
@@ -78,11 +81,17 @@ def room_bytes(budget: Budget, world: int) -> int:
     return budget.limit_bytes - budget.overhead.library_bytes - collective_bytes(world)
 
 
+def _fits(setup: Setup, budget: Budget) -> bool:
+    """Whether a sequence does."""
+    return need_of(setup).at(1) <= room_bytes(budget, setup.world)
+
+
 def _plain(setup: Setup) -> Setup:
     return replace(without_savers(setup), compiled=False)
 
 
 def _way(setup: Setup, budget: Budget | None) -> Way:
-    need = need_of(setup)
-    largest = budget and need.largest(room_bytes(budget, setup.world))
+    need, largest = need_of(setup), None
+    if budget:
+        largest = need.largest(room_bytes(budget, setup.world)) if _fits(setup, budget) else 0
     return Way(setup, held_bytes(setup), need.at(1), largest)

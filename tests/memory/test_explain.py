@@ -179,11 +179,11 @@ def test_each_of_several_cards_is_explained_as_it_is_written_down(told):
 
 def test_ways_to_spread_a_model_say_what_fits(told):
     limit = ["--vram=2GB", "--memory_limit=600MB"]
-    answer = told(*limit, "--gpus=2", "--n_embd=512", "--n_layer=6", "--block_size=64")
+    answer = told(*limit, "--gpus=2", "--n_embd=512", "--block_size=64")
     room = answer["budget"]["limit_bytes"] - LIBRARY_BYTES - collective_bytes(2)
     for way in answer["ways"]:
         setup = Setup(
-            GPTConfig(**SIZES | dict(n_embd=512, n_layer=6, block_size=64)),
+            GPTConfig(**SIZES | dict(n_embd=512, block_size=64)),
             world=way["world"],
             shard=way["shard"],
             recompute=way["recompute"],
@@ -201,7 +201,7 @@ def test_ways_to_spread_a_model_say_what_fits(told):
 def test_a_model_of_1500_million_fits_two_cards_of_12_gb_in_parts_alone(shown):
     """Of GPT-2 XL 16 bytes a parameter are 23 GiB; a half of them is more than such a card has."""
     xl = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--vocab_size=50304"]
-    text = shown(*xl, "--block_size=1024", "--batch_size=1", "--gpu=RTX 4070", "--gpus=2")
+    text = shown(*xl, "--block_size=1024", "--gpu=RTX 4070", "--gpus=2", "--shard")
     assert "1.56B parameters: fits, sharded with recompute=block, optimizer_bits=8." in text
     assert "3 with savers recompute=block;" in " ".join(text.split())
     assert "nothing here was measured" in text
