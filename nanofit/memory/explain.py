@@ -246,10 +246,8 @@ def explain(
         world=world,
         shard=shard,
     )
-    if shard and learn.optimizer == "muon":
-        raise InputError(
-            "what Muon would need of sharded matrices is not known; --optimizer=adamw is"
-        )
+    if shard and (learn.optimizer == "muon" or run.optimizer_bits == 8):
+        raise InputError("--shard needs --optimizer=adamw and --optimizer_bits=32: they can be cut")
     note(f"simulating a step, {stage_of(setup)}")
     is_checked = is_simulated and covers(setup)
     return Explanation(
@@ -270,6 +268,8 @@ def _choices(setup: Setup, is_simulated: bool, note: Callable[[str], None]) -> I
         plain = replace(without_savers(setup), compiled=compiled)
         stage = stage_of(plain)
         for saver, changed in [(None, plain), *savers_of(plain)]:
+            if changed.shard and changed.optimizer_bits == 8:
+                continue  # moments that share their scales cannot be cut
             note(f"simulating a step, {stage}, {saver or 'no saver'}")
             need = need_of(changed, is_simulated=is_simulated)
             yield Choice(stage, saver, need, extra_time(changed))

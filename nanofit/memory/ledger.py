@@ -18,7 +18,7 @@ from nanofit.memory.allocator import rounded
 from nanofit.memory.course import MOST_SEQUENCES, Buffer, Course, Event
 from nanofit.memory.savers import budgets_for
 from nanofit.memory.setup import Setup
-from nanofit.memory.shards import Group, groups_of, part_of
+from nanofit.memory.shards import Group, block_of, groups_of, part_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1, "bool": 1}
 _FEWEST_OF_8_BITS, _PER_SCALE = 4096, 256  # torchao's: of values in a tensor, and for one scale
@@ -27,7 +27,7 @@ _FEWEST_OF_8_BITS, _PER_SCALE = 4096, 256  # torchao's: of values in a tensor, a
 def covers(setup: Setup) -> bool:
     """Whether such a step is written down here; any other has to be simulated."""
     budget, has_recompute = setup.activation_memory_budget, setup.recompute != "off"
-    if setup.shard and (setup.compiled or setup.optimizer == "muon"):
+    if setup.shard and (setup.compiled or setup.optimizer == "muon" or setup.optimizer_bits == 8):
         return False
     if setup.loss != "chunked" or setup.attention == "math":
         return False
@@ -88,8 +88,7 @@ def _peak(setup: Setup, micro_batch_size: int) -> int:
 
 def saved_by_8_bits(setup: Setup) -> int:
     """What 8-bit moments take less than 32-bit ones."""
-    kind = _ShardedStep if setup.shard else _Step
-    wide, narrow = (kind(replace(setup, optimizer_bits=bits), 1) for bits in (32, 8))
+    wide, narrow = (_Step(replace(setup, optimizer_bits=bits), 1) for bits in (32, 8))
     for step in (wide, narrow):
         step.update()
     return wide.allocated_bytes - narrow.allocated_bytes
@@ -552,9 +551,9 @@ class _EagerStep(_Step):
 class _ShardedStep(_EagerStep):
     """Each process holds a part of everything, and has one block's weights whole at a time.
 
-    As torch's fully_shard does it: blocks are gathered in the precision of their products, what is
-    outside of them in float32; gradients are reduced in float32 after each pass. While a block is
-    computed, forward the buffer it came in is still there, backward the next one's has come.
+    As torch's fully_shard does it: blocks are gathered in the precision of their products, norms and
+    what is outside of blocks in float32; gradients are reduced in float32 after each pass. While a
+    block is computed, forward the buffer it came in is still there, backward the next one's is.
     """
 
     def __init__(self, setup: Setup, B: int):
@@ -616,7 +615,7 @@ class _ShardedStep(_EagerStep):
 
     def gradient(self, name: str) -> None:
         """Whole, until its block is reduced."""
-        layer = int(name.split(".")[2]) if ".h." in name else None
+        layer = block_of(name)
         whole = _Tensor(self.weights[name], self._dtype(self._group(layer)), "gradient")
         self._made.setdefault(layer, []).append(self.take(whole, _WHOLE))
 
@@ -645,13 +644,8 @@ class _ShardedStep(_EagerStep):
         return self.setup.dtype if group.is_block else "float32"
 
     def _gather(self, group: Group) -> Buffer:
-        """All parts, one after the other; one's own is cast before it is sent."""
-        flat = _Tensor((group.numbers,), self._dtype(group), "all_gather")
-        is_cast = group.is_block and self.is_half
-        own = self.take_all(is_cast * [flat._replace(shape=(group.part_numbers,))], _GATHERED)
-        gathered = self.take(flat, _GATHERED)
-        self.give(own)
-        return gathered
+        """All parts, one after the other."""
+        return self.take(_Tensor((group.numbers,), self._dtype(group), "all_gather"), _GATHERED)
 
     def _unpack(self, group: Group) -> list[Buffer]:
         """Weight by weight."""

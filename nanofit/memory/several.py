@@ -14,11 +14,8 @@ from nanofit.memory.savers import without_savers
 from nanofit.memory.setup import Setup
 
 MOST_CARDS = 64
-_SAVERS = (
-    {},
-    {"recompute": "block"},
-    {"recompute": "block", "optimizer_bits": 8},
-)
+_SAVERS = ({}, {"recompute": "block"})
+_OF_WHOLE_MOMENTS = {"recompute": "block", "optimizer_bits": 8}
 
 
 class Way(NamedTuple):
@@ -58,7 +55,7 @@ def ways_of(setup: Setup, world: int, budget: Budget | None) -> list[Way]:
     return [
         _way(replace(_plain(setup), world=cards, shard=shard, **savers), budget)
         for cards, shard in spreads
-        for savers in _SAVERS
+        for savers in (*_SAVERS, *([] if shard else [_OF_WHOLE_MOMENTS]))
     ]
 
 

@@ -1,7 +1,7 @@
 """How sharded weights are cut: what is gathered and reduced as one, and each process's part of it.
 
-As torch's fully_shard does it when it is given each block, and then the model with what is left.
-Free of torch.
+As torch's fully_shard does it when it is given the attention and the MLP of each block, and then
+the model with what is left: embeddings, norms and a head. Free of torch.
 """
 
 from dataclasses import dataclass
@@ -30,15 +30,21 @@ class Group:
 
 
 def groups_of(shape: GPTConfig, world: int) -> tuple[Group, list[Group]]:
-    """What is outside of the blocks, and each block."""
-    weights = shape.weights()
-    blocks = []
-    for layer in range(shape.n_layer):
-        prefix = f"transformer.h.{layer}."
-        own = {name: size for name, size in weights.items() if name.startswith(prefix)}
-        blocks.append(Group(own, world, is_block=True))
-    rest = {name: size for name, size in weights.items() if ".h." not in name}
-    return Group(rest, world, is_block=False), blocks
+    """What is outside of the blocks, with their norms, and the rest of each block."""
+    rest: dict[str, tuple[int, ...]] = {}
+    blocks: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.n_layer)]
+    for name, size in shape.weights().items():
+        layer = block_of(name)
+        (rest if layer is None else blocks[layer])[name] = size
+    groups = [Group(weights, world, is_block=True) for weights in blocks]
+    return Group(rest, world, is_block=False), groups
+
+
+def block_of(name: str) -> int | None:
+    """The block that a weight is gathered with; None for what is gathered with the model."""
+    if ".attn." not in name and ".mlp." not in name:
+        return None
+    return int(name.removeprefix("transformer.h.").split(".")[0])
 
 
 def part_of(size: tuple[int, ...], world: int) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ The other processes are a group that torch pretends to have: who sends gets no a
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,13 +31,14 @@ def pretended_processes(world: int) -> Iterator[DeviceMesh]:
 
 
 def shard_(model: GPT, setup: Setup, mesh: DeviceMesh) -> None:
-    """Cut each block, and what is outside of them; only blocks are gathered in half precision."""
+    """Cut attention and MLP of each block, gathered in half precision, and all else, in float32."""
     dtype = None if setup.dtype == "float32" else getattr(torch, setup.dtype)
-    # What enters a block is left as it is: the stream is in float32.
-    policy = partial(MixedPrecisionPolicy, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, mp_policy=policy(param_dtype=dtype))
-    fully_shard(model, mesh=mesh, mp_policy=policy())
+        fully_shard([block.attn, block.mlp], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -78,7 +79,7 @@ def replicated(model: nn.Module, living: Living, _: Ranks) -> nn.Module:
 def sharded(model: nn.Module, living: Living, ranks: Ranks) -> nn.Module:
     setup = setup_of(model.config.arch, ranks.world, "sharded")
     shard_(model, setup, init_device_mesh("cpu", (ranks.world,)))
-    for part in (*model.transformer.h, model):
+    for part in (one for one in model.modules() if isinstance(one, FSDPModule)):
         part.set_custom_all_gather(living.noting(DefaultAllGather))
         part.set_custom_reduce_scatter(living.noting(DefaultReduceScatter))
     return model

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -70,7 +71,7 @@ def test_parts_send_what_torch_asks_for(world, arch, dtype):
     with pretended_processes(world) as mesh, FakeTensorMode():
         model = model_of(setup)
         shard_(model, setup, mesh)
-        for part in (*model.transformer.h, model):
+        for part in (one for one in model.modules() if isinstance(one, FSDPModule)):
             part.set_custom_all_gather(counting(DefaultAllGather, world, sent))
             part.set_custom_reduce_scatter(counting(DefaultReduceScatter, world, sent))
         for batch in micro_batches_of(setup, 1):
