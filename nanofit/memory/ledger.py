@@ -551,9 +551,9 @@ class _EagerStep(_Step):
 class _ShardedStep(_EagerStep):
     """Each process holds a part of everything, and has one block's weights whole at a time.
 
-    As torch's fully_shard does it: blocks are gathered in the precision of their products, norms and
-    what is outside of blocks in float32; gradients are reduced in float32 after each pass. While a
-    block is computed, forward the buffer it came in is still there, backward the next one's is.
+    As torch's fully_shard does it: blocks are gathered in the precision of their products, norms
+    and what is outside of blocks in float32; gradients are reduced in float32 after each pass.
+    While a block is computed, forward the buffer it came in is still there, backward the next's.
     """
 
     def __init__(self, setup: Setup, B: int):

@@ -3,6 +3,7 @@
 The other processes are a group that torch pretends to have: who sends gets no answer, nor waits.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,7 +26,9 @@ def pretended_processes(world: int) -> Iterator[DeviceMesh]:
     """A mesh of so many processes, of which this is the first."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        yield DeviceMesh("cpu", list(range(world)))
+        with warnings.catch_warnings():  # of what would be wrong to do with a layer's result
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+            yield DeviceMesh("cpu", list(range(world)))
     finally:
         dist.destroy_process_group()
 
