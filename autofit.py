@@ -4,6 +4,7 @@
     python autofit.py config/train_small_30m.py --explain --gpu "RTX 4070"
     python autofit.py config/train_small_30m.py --explain --vram 12GB --batch_size=32
     python autofit.py config/train_small_30m.py --explain --gpu "RTX 4070" --png memory.png
+    python autofit.py config/train_fineweb_4070.py --explain --gpu "RTX 4070" --gpus 2 --shard
 
 Without --explain the fit is found by trials on this machine, as train.py does by itself. To explain
 needs no GPU: the tensors of a step are written down. --simulate runs the step's code instead, on
@@ -21,12 +22,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nanofit.machine.cards import check_gpus
 from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
 from nanofit.memory.explain import explain
 from nanofit.memory.picture import figure_class, save_png
 from nanofit.memory.tables import show
 from nanofit.settings.config import Settings, load_config
-from nanofit.terminal import FlagParser, InputError, folded, parse_size, run_script
+from nanofit.terminal import SWITCH, FlagParser, InputError, folded, parse_size, run_script
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,9 +47,10 @@ def _fit(asked: argparse.Namespace, settings: Settings) -> None:
     from nanofit.machine.device import describe_device
     from nanofit.machine.dist import Ranks
 
-    if asked.gpu or asked.vram or asked.png or asked.simulate:
+    if any((asked.gpu, asked.vram, asked.png, asked.simulate, asked.gpus > 1)):
         raise InputError(
-            "--gpu, --vram, --simulate and --png go with --explain: trials need the card itself"
+            "--gpu, --gpus, --vram, --simulate and --png go with --explain: trials need the card "
+            "itself"
         )
     run = replace(settings.run, autofit=True, eval_only=False)
     device = describe_device(run.device, run.dtype)
@@ -78,6 +81,8 @@ def _explain(asked: argparse.Namespace, settings: Settings) -> None:
             budget,
             dtype=dtype_of(asked.gpu, run),
             has_flash=has_flash_on(asked.gpu, run),
+            world=asked.gpus,
+            shard=asked.shard,
             is_simulated=asked.simulate,
             note=status.update,
         )
@@ -99,10 +104,20 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--explain", action="store_true", help="show where the memory goes and what would save it")
     add("--gpu", metavar="NAME", help="for this card, as in 'RTX 4070' or 'A100 80GB'")
     add("--vram", type=_vram, metavar="SIZE", help="for a card with so much memory, as in 12GB")
+    add(
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="for so many cards, each with a process of its own",
+    )
+    add("--shard", **SWITCH, help="with --gpus: each card holds a part of the model")
     add("--simulate", action="store_true", help="with --explain: run the step's code to find out")
     add("--png", type=Path, metavar="FILE", help="save a picture of the memory over one step")
     add("--json", action="store_true", help="print it for programs")
-    return parser.parse_known_args(argv)
+    asked, rest = parser.parse_known_args(argv)
+    check_gpus(asked.gpus, shard=asked.shard)
+    return asked, rest
 
 
 def _vram(text: str) -> int:

@@ -2,7 +2,8 @@
 
     python plan.py config/train_fineweb_4070.py --gpu "RTX 4070"
     python plan.py config/train_fineweb_4070.py --gpu "RTX 4070" --hours 24
-    python plan.py config/train_fineweb_4070.py --shard 000_00000.parquet --epochs 4 --json
+    python plan.py config/train_fineweb_4070.py --parquet 000_00000.parquet --epochs 4 --json
+    python plan.py config/train_gpt2_124m.py --gpu "RTX 4070" --gpus 2 --link pcie4-x16
 
 Without --gpu the speed is measured on this machine, by a short trial of real training steps. Every
 setting of train.py can be given as well: --max_iters=1000.
@@ -20,24 +21,28 @@ from rich.table import Table
 from rich.text import Text
 
 from nanofit.fit.search import sizes_for
-from nanofit.machine.cards import known_card
+from nanofit.machine.cards import check_gpus, known_card
 from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
+from nanofit.memory.several import room_bytes
 from nanofit.outlook.forecast import COMPILE_GAIN, Forecast
+from nanofit.outlook.links import LINKS
 from nanofit.outlook.plan import (
     BIN_BYTES_PER_TOKEN,
     Plan,
     Speed,
+    Spread,
     find_data,
     optimal_tokens_of,
     speed_of_card,
+    speed_of_cards,
     within_budget,
 )
 from nanofit.outlook.scaling import FADING_EPOCHS, FEWEST_TOKENS, LIKE_NEW_EPOCHS
 from nanofit.settings.config import Settings, load_config
 from nanofit.settings.shape import GPTConfig
-from nanofit.terminal import FlagParser, InputError, compact, duration, run_script
+from nanofit.terminal import SWITCH, FlagParser, InputError, compact, duration, run_script
 
 BUDGETS = ("hours", "tokens", "epochs")
 MUON_SOURCE = (
@@ -57,8 +62,8 @@ def main(argv: Sequence[str]) -> None:
     budget = {name: getattr(asked, name) for name in BUDGETS}
     if not any(budget.values()):
         budget["hours"] = settings.learn.hours
-    data = find_data(settings, unique_tokens=asked.unique_tokens, shard=asked.shard)
-    speed = speed_of_card(asked.gpu, settings) if asked.gpu else _measure(settings)
+    data = find_data(settings, unique_tokens=asked.unique_tokens, shard=asked.parquet)
+    speed = _speed(asked, settings)
     plan = Plan(
         words=tuple(rest),
         settings=within_budget(settings, data, speed, **budget),
@@ -70,6 +75,14 @@ def main(argv: Sequence[str]) -> None:
         print(json.dumps(plan.as_json(), indent=2))
     else:
         _print(plan)
+
+
+def _speed(asked: argparse.Namespace, settings: Settings) -> Speed:
+    if asked.gpus > 1:
+        return speed_of_cards(
+            asked.gpu, settings, world=asked.gpus, shard=asked.shard, link=asked.link
+        )
+    return speed_of_card(asked.gpu, settings) if asked.gpu else _measure(settings)
 
 
 def _measure(settings: Settings) -> Speed:
@@ -96,7 +109,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--gpu", metavar="NAME", help="plan for this card, as in 'RTX 4070' or 'A100 80GB'")
     add("--unique_tokens", type=_count, metavar="N", help="tokens of the data, as in 0.65B")
-    add("--shard", metavar="FILE", help="count the tokens of this parquet file or folder instead")
+    add("--parquet", metavar="FILE", help="count the tokens of this file or folder instead")
+    add("--gpus", type=int, default=1, metavar="N", help="with --gpu: so many of them")
+    add("--shard", **SWITCH, help="with --gpus: each card holds a part of the model")
+    add("--link", metavar="NAME", help=f"with --gpus: what connects them: {', '.join(LINKS)}")
     add("--hours", type=float, metavar="H", help="the longest schedule that ends in H hours")
     add("--tokens", type=_count, metavar="N", help="the schedule for N tokens, as in 2.5B")
     add("--epochs", type=float, metavar="E", help="the schedule for E passes over the data")
@@ -113,8 +129,13 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise InputError(
                 f"--{name} {length} is not a length; give more than 0 and less than {MOST:g}"
             )
-    if asked.unique_tokens is not None and asked.shard:
-        raise InputError("--unique_tokens and --shard both tell the data; give one of them")
+    if asked.unique_tokens is not None and asked.parquet:
+        raise InputError("--unique_tokens and --parquet both tell the data; give one of them")
+    check_gpus(asked.gpus, shard=asked.shard)
+    if asked.gpus > 1 and not asked.gpu:
+        raise InputError("--gpus needs the card's name: --gpu 'RTX 4070'")
+    if asked.gpus == 1 and asked.link:
+        raise InputError("--link connects several cards: give --gpus 2 or more")
     return asked, rest
 
 
@@ -145,6 +166,9 @@ def _print(plan: Plan) -> None:
             console.print(plan.command(one.steps), markup=False, soft_wrap=True)  # to be pasted
         _heading(console, "Where the speed comes from")
         console.print(_rows(_speed_rows(plan)))
+        if plan.speed.spread:
+            _heading(console, "What the cards tell each other; by arithmetic, nothing was measured")
+            console.print(_rows(_spread_rows(plan.speed.spread)))
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
@@ -178,7 +202,8 @@ def _asked_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "epochs", f"{asked.epochs:.3g}"
     yield "time", f"{duration(asked.seconds)} at {compact(asked.tokens_per_s)} tokens/s"
     if asked.kwh is not None:
-        yield "energy", f"{asked.kwh:.3g} kWh at {asked.watts} W, the card alone"
+        alone = "the cards alone" if plan.speed.spread else "the card alone"
+        yield "energy", f"{asked.kwh:.3g} kWh at {asked.watts} W, {alone}"
     bins = plan.data.all_tokens and f"{_gb(BIN_BYTES_PER_TOKEN * plan.data.all_tokens)} of bins, "
     yield (
         "disk",
@@ -194,23 +219,29 @@ def _memory_row(plan: Plan) -> str | None:
     budget = budget_of(plan.gpu, None, plan.run)
     if budget is None:
         return None
+    spread = plan.speed.spread
+    world, shard = (spread.world, spread.shard) if spread else (1, False)
     eager = Setup(
         plan.shape,
         dtype=dtype_of(plan.gpu, plan.run),
         loss=plan.run.loss,
         optimizer=plan.learn.optimizer,
         has_flash=has_flash_on(plan.gpu, plan.run),
+        world=world,
+        shard=shard,
     )
-    sizes, told = sizes_for(plan.learn.sequences_per_step), []
-    for setup in (eager, replace(eager, compiled=True))[: 1 + plan.run.compile]:
+    if shard and plan.learn.optimizer == "muon":
+        return "not known for Muon on sharded matrices"
+    share = plan.learn.sequences_per_step // world
+    sizes, told = sizes_for(share), []
+    for setup in (eager, replace(eager, compiled=True))[: 1 + (plan.run.compile and not shard)]:
         stage = "compiled" if setup.compiled else "eager"
         need = need_of(setup)
-        room_bytes = budget.limit_bytes - budget.overhead.library_bytes
-        fits = need.largest(room_bytes)
+        fits = need.largest(room_bytes(budget, world))
         largest = max((size for size in sizes if size <= fits), default=None)
         if largest is None:
             return f"not one sequence fits {stage} without savers; autofit.py --explain tells more"
-        passes = -(-plan.learn.sequences_per_step // largest)
+        passes = -(-share // largest)
         told.append(f"{largest} × {passes} {stage} ({_gb(need.at(largest))})")
     return f"{' and '.join(told)} should fit in {_gb(budget.limit_bytes)} of {budget.card}"
 
@@ -303,6 +334,30 @@ def _speed_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "speed", f"{compact(plan.speed.tokens_per_s)} tokens/s"
     yield "source", plan.speed.source
     yield "work", f"{plan.shape.flops_per_token / 1e6:.0f} MFLOP per token (6N + 12LCT)"
+
+
+def _spread_rows(spread: Spread) -> Iterator[tuple[str, str]]:
+    traffic, link = spread.traffic, spread.link
+    way = "each with a part of the model" if spread.shard else "each with the whole model"
+    yield "cards", f"{spread.world}, {way}; {traffic.passes} passes of each in a step"
+    what = "weights and gradients, block by block in each pass"
+    if not spread.shard:
+        what = "gradients, in float32, once a step"
+    yield "a step", f"each card sends {_gb(traffic.step_bytes)}: {what}"
+    yield (
+        "link",
+        f"{link.name}: {link.gb_per_s:g} GB/s each way, of which {link.reached:.0%} are taken to "
+        "be reached; boards differ, so measure yours with nccl-tests",
+    )
+    hidden = "behind passes" if spread.shard else "behind the last backward pass"
+    if not spread.overlaps:
+        hidden = "behind nothing: a compiled graph gives all gradients at its end"
+    yield "hidden", hidden
+    yield (
+        "waiting",
+        f"{spread.waiting_share:.1%} of the time: {spread.waiting_s:.3g} s beside "
+        f"{spread.computing_s:.3g} s of computing",
+    )
 
 
 def _rows(rows: Iterable[tuple[str, str]], style: str = "") -> Table:

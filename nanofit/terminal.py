@@ -140,6 +140,15 @@ class FlagParser(argparse.ArgumentParser):
         raise InputError(f"{message}; --help shows how")
 
 
+def _truth(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not True or False")
+    return text == "True"
+
+
+SWITCH = dict(nargs="?", const=True, default=False, type=_truth, metavar="True")  # of a flag
+
+
 class Progress:
     """How far a long job is and how long it will still take.
 

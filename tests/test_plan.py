@@ -148,7 +148,7 @@ def test_prepared_data_are_counted_from_their_bins(planned, tiny_dataset):
 
 @pytest.mark.parametrize("given", ["shard", "dataset"])
 def test_data_not_yet_prepared_are_counted_by_their_token_counts(planned, shard, given):
-    word = f"--shard={shard}" if given == "shard" else f"--dataset={shard.parent}"
+    word = f"--parquet={shard}" if given == "shard" else f"--dataset={shard.parent}"
     asked = planned(GPT2, *ON_4070, word)["asked"]
     tokens = 1000 * 1001 // 2 + 1000  # and one end-of-text each
     assert asked["bin_bytes"] == 2 * tokens
@@ -240,6 +240,43 @@ def test_sections_are_the_promised_ones_and_fit_a_log_file(printed):
     assert "reached 102% on a GeForce RTX 4070 and 75% on a GeForce RTX 4090" in shown
 
 
+def test_two_cards_take_half_the_time_and_what_they_wait_for_each_other(planned):
+    one, two = planned(GPT2, *ON_4070), planned(GPT2, *ON_4070, "--gpus=2", "--link=10gbe")
+    several = two["several_gpus"]
+    assert one["several_gpus"] is None
+    step_s = 491_520 / two["speed"]["tokens_per_s"]
+    assert step_s == pytest.approx(several["computing_s"] + several["waiting_s"])
+    assert several["waiting_share"] == pytest.approx(several["waiting_s"] / step_s)
+    alone_s = 491_520 / one["speed"]["tokens_per_s"]
+    assert several["computing_s"] == pytest.approx(alone_s / 2, rel=0.01)  # but for the update
+    assert several["sent_bytes_per_step"] == 4 * one["asked"]["parameters"]
+    assert not several["overlaps"]  # compiled
+    link_s = several["sent_bytes_per_step"] / several["link_bytes_per_s"]
+    assert several["waiting_s"] == pytest.approx(link_s)
+    hours = [planned_one["asked"]["seconds"] / 3600 for planned_one in (one, two)]
+    assert two["asked"]["kwh"] == pytest.approx(one["asked"]["kwh"] * 2 * hours[1] / hours[0])
+
+
+def test_eager_cards_hide_what_they_send_and_slower_links_show(planned):
+    words = [GPT2, *ON_4070, "--gpus=2", "--compile=False"]
+    shares = [
+        planned(*words, f"--link={link}", *shard)["several_gpus"]["waiting_share"]
+        for shard in ([], ["--shard"])
+        for link in ("pcie4-x16", "pcie4-x8", "10gbe")
+    ]
+    assert shares == sorted(shares[:3]) + sorted(shares[3:])
+    assert shares[0] == shares[1] == 0
+    assert shares[5] > 0.25 > 0.05 > shares[2]  # blocks in each pass, gradients once
+
+
+def test_several_cards_are_told_in_a_section_of_their_own(printed):
+    text = printed(GPT2, *ON_4070, "--gpus=2", "--shard", "--unique_tokens=10B")
+    assert max(map(len, text.splitlines())) <= 100
+    for said in ("by arithmetic, nothing was measured", "pcie4-x8", "of the time", "400 W"):
+        assert said in text, said
+    assert "What the cards tell each other" not in printed(GPT2, *ON_4070)
+
+
 def test_a_card_without_bfloat16_is_told(planned):
     told = planned(GPT2, "--gpu=2080 Ti", "--dtype=bfloat16")
     assert any(
@@ -263,8 +300,14 @@ def test_a_card_without_bfloat16_is_told(planned):
         (["--tokens=many"], "'many' is not a number of tokens such as 650M"),
         (["--tokens=1e999"], "'1e999' is not a number of tokens such as 650M"),
         (["--hours=1e300"], "--hours 1e+300 is not a length"),
-        (["--shard=/nonexistent/file"], "does not exist"),
-        (["--shard=a", "--unique_tokens=1B"], "give one of them"),
+        (["--parquet=/nonexistent/file"], "does not exist"),
+        (["--gpus=0"], "--gpus 0 must be from 1"),
+        (["--gpus=7"], "480 sequences per step cannot be shared by 7 cards"),
+        (["--gpus=2", "--link=string"], "link 'string' is not known; there are pcie3-x16"),
+        (["--link=10gbe"], "give --gpus 2 or more"),
+        (["--shard"], "give --gpus 2 or more"),
+        (["--shard", "a.parquet"], "'a.parquet' is not True or False"),
+        (["--parquet=a", "--unique_tokens=1B"], "give one of them"),
         (["--max_itres=5"], "did you mean max_iters?"),
     ],
 )

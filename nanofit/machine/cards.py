@@ -137,6 +137,17 @@ CARDS = tuple(Card(*row) for row in (
 # fmt: on
 
 
+_MOST_OF_A_RUN = 100_000  # more is a slip
+
+
+def check_gpus(gpus: int, *, shard: bool) -> None:
+    """InputError unless a run can be forecast for so many cards."""
+    if not 1 <= gpus <= _MOST_OF_A_RUN:
+        raise InputError(f"--gpus {gpus} must be from 1 to {_MOST_OF_A_RUN}")
+    if shard and gpus == 1:
+        raise InputError("--shard cuts the model for several cards: give --gpus 2 or more")
+
+
 def peak_flops(card: str) -> float | None:
     """Dense half-precision peak of a card by the name its driver reports; None if unknown."""
     known = known_card(card)

@@ -10,6 +10,10 @@ from nanofit.machine.measured import reports_of, usual
 CUDA_CONTEXT_BYTES = 420 * 2**20
 LIBRARY_BYTES = 128 * 2**20
 
+# Published of A100s with NVLink (NVIDIA/nccl issue 964): of a group of two, and of more. Buffers
+# are per channel, of which cards on PCIe have fewer: they should take less.
+_PAIR_BYTES, _GROUP_BYTES = 544 * 2**20, 688 * 2**20
+
 _MOST_BYTES = 2**31  # more is another program that came while it was measured
 
 
@@ -22,6 +26,11 @@ class Overhead(NamedTuple):
 
 
 ASSUMED = Overhead()
+
+
+def collective_bytes(world: int) -> int:
+    """What NCCL takes of a card that shares a run with others; at most, as far as is known."""
+    return {1: 0, 2: _PAIR_BYTES}.get(world, _GROUP_BYTES)
 
 
 def overhead_of(card: str | None) -> Overhead:

@@ -7,15 +7,17 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from nanofit.machine.overhead import ASSUMED, Overhead
+from nanofit.machine.overhead import ASSUMED, Overhead, collective_bytes
 from nanofit.memory.budget import Budget
 from nanofit.memory.course import Buffer, Course, Need
 from nanofit.memory.ledger import BYTES, covers, saved_by_8_bits
 from nanofit.memory.need import course_of, need_of
 from nanofit.memory.savers import extra_time, savers_of, without_savers
 from nanofit.memory.setup import Setup
+from nanofit.memory.several import Way, fewest_cards, room_bytes, ways_of
 from nanofit.settings.config import Settings
 from nanofit.settings.shape import GPTConfig
+from nanofit.terminal import InputError
 
 LARGEST_TENSORS = 5
 MOST_KINDS = 2  # of tensors, told of a component
@@ -109,6 +111,8 @@ class Explanation:
     course: Course
     written: Course | None  # what was expected of the course, where that was simulated
     choices: tuple[Choice, ...]
+    ways: tuple[Way, ...]  # to spread the run over several cards; none for one
+    fewest: tuple[Way, ...]  # cards that would do, by their savers
 
     @property
     def stage(self) -> str:
@@ -148,7 +152,11 @@ class Explanation:
             saved = saved_by_8_bits(self.setup)
             lines.append(Line("8-bit moments", "instead of 32-bit ones", -saved))
         told = f"{self.overhead.source}: cuBLAS and the like"
-        return [*lines, Line("library workspace", told, self.overhead.library_bytes)]
+        lines.append(Line("library workspace", told, self.overhead.library_bytes))
+        if self.setup.world > 1:
+            told = "assumed: published of A100s; fewer channels take less"
+            lines.append(Line("NCCL's buffers", told, collective_bytes(self.setup.world)))
+        return lines
 
     @property
     def lines(self) -> list[Line]:
@@ -165,13 +173,15 @@ class Explanation:
         """The largest micro-batch under the limit; None without a card."""
         if self.budget is None:
             return None
-        return choice.need.largest(self.budget.limit_bytes - self.overhead.library_bytes)
+        return choice.need.largest(room_bytes(self.budget, self.setup.world))
 
     def as_json(self) -> dict[str, Any]:
         budget = self.budget
         return {
             "stage": self.stage,
             "dtype": self.setup.dtype,
+            "gpus": self.setup.world,
+            "is_sharded": self.setup.shard,
             "micro_batch_size": self.micro_batch_size,
             "parameters": vars(self.counts),
             "components": [line._asdict() for line in self.lines],
@@ -202,6 +212,8 @@ class Explanation:
                 }
                 for choice in self.choices
             ],
+            "ways": [way.as_json() for way in self.ways],
+            "fewest_cards": [way.as_json() for way in self.fewest],
         }
 
 
@@ -211,6 +223,8 @@ def explain(
     *,
     dtype: str,
     has_flash: bool = True,
+    world: int = 1,
+    shard: bool = False,
     is_simulated: bool = False,
     note: Callable[[str], None],
 ) -> Explanation:
@@ -222,14 +236,18 @@ def explain(
     setup = Setup(
         shape,
         dtype=dtype,
-        compiled=run.compile,
+        compiled=run.compile and not shard,
         loss=run.loss,
         recompute=run.recompute,
         activation_memory_budget=run.activation_memory_budget,
         optimizer=learn.optimizer,
         optimizer_bits=run.optimizer_bits,
         has_flash=has_flash,
+        world=world,
+        shard=shard,
     )
+    if shard and (learn.optimizer == "muon" or run.optimizer_bits == 8):
+        raise InputError("--shard needs --optimizer=adamw and --optimizer_bits=32: they can be cut")
     note(f"simulating a step, {stage_of(setup)}")
     is_checked = is_simulated and covers(setup)
     return Explanation(
@@ -240,14 +258,18 @@ def explain(
         course=course_of(setup, learn.batch_size, is_simulated=is_simulated),
         written=course_of(setup, learn.batch_size) if is_checked else None,
         choices=tuple(_choices(setup, is_simulated, note)),
+        ways=tuple(ways_of(setup, world, budget)) if world > 1 else (),
+        fewest=tuple(fewest_cards(setup, budget)) if budget and world > 1 else (),
     )
 
 
 def _choices(setup: Setup, is_simulated: bool, note: Callable[[str], None]) -> Iterator[Choice]:
-    for compiled in (False, True):
+    for compiled in (False,) if setup.shard else (False, True):
         plain = replace(without_savers(setup), compiled=compiled)
         stage = stage_of(plain)
         for saver, changed in [(None, plain), *savers_of(plain)]:
+            if changed.shard and changed.optimizer_bits == 8:
+                continue  # moments that share their scales cannot be cut
             note(f"simulating a step, {stage}, {saver or 'no saver'}")
             need = need_of(changed, is_simulated=is_simulated)
             yield Choice(stage, saver, need, extra_time(changed))

@@ -18,6 +18,7 @@ from nanofit.memory.allocator import rounded
 from nanofit.memory.course import MOST_SEQUENCES, Buffer, Course, Event
 from nanofit.memory.savers import budgets_for
 from nanofit.memory.setup import Setup
+from nanofit.memory.shards import Group, block_of, groups_of, part_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1, "bool": 1}
 _FEWEST_OF_8_BITS, _PER_SCALE = 4096, 256  # torchao's: of values in a tensor, and for one scale
@@ -26,6 +27,8 @@ _FEWEST_OF_8_BITS, _PER_SCALE = 4096, 256  # torchao's: of values in a tensor, a
 def covers(setup: Setup) -> bool:
     """Whether such a step is written down here; any other has to be simulated."""
     budget, has_recompute = setup.activation_memory_budget, setup.recompute != "off"
+    if setup.shard and (setup.compiled or setup.optimizer == "muon" or setup.optimizer_bits == 8):
+        return False
     if setup.loss != "chunked" or setup.attention == "math":
         return False
     if not setup.compiled:
@@ -38,7 +41,8 @@ def covers(setup: Setup) -> bool:
 
 def write_down(setup: Setup, micro_batch_size: int) -> Course:
     """The course of two steps and an evaluation, as `simulate` would find it."""
-    step = (_CompiledStep if setup.compiled else _EagerStep)(setup, micro_batch_size)
+    eager = _ShardedStep if setup.shard else _EagerStep
+    step = (_CompiledStep if setup.compiled else eager)(setup, micro_batch_size)
     step.build()
     for _ in range(2):
         step.learn()
@@ -90,14 +94,25 @@ def saved_by_8_bits(setup: Setup) -> int:
     return wide.allocated_bytes - narrow.allocated_bytes
 
 
+def held_bytes(setup: Setup) -> int:
+    """All weights, gradients and moments that are on a card."""
+    step = _with_gradients(setup)
+    step.update()
+    return step.allocated_bytes
+
+
 def update_bytes(setup: Setup) -> int:
     """What an update needs, with all weights, gradients and moments, but without activations."""
-    step = _Step(setup, 1)
-    step.build()
-    for name in step.weights:
-        step.gradient(name)
+    step = _with_gradients(setup)
     step.update()
     return Course(step.events).peak_bytes
+
+
+def _with_gradients(setup: Setup) -> "_Step":
+    step = (_ShardedStep if setup.shard else _Step)(setup, 1)
+    step.build()
+    step.all_gradients()
+    return step
 
 
 class _Tensor(NamedTuple):
@@ -131,6 +146,7 @@ _D_HEAD, _LOGITS = "d_weight = weight.new_empty", "logits = F.linear(inputs[chun
 _WIDENED, _SLOPE = "log_probs = logits.float()", "slope = log_probs.clone()"
 _SCALED = "return loss_sum / (targets >= 0).sum()"
 _OPAQUE = "compute(inputs, weight"
+_GATHERED, _WHOLE = "gathered weights", "whole gradients"  # components
 
 
 class _Step:
@@ -144,6 +160,7 @@ class _Step:
         self.is_half = setup.dtype != "float32"
         self.product = "addmm" if shape.bias else "mm"
         self.weights = shape.weights()
+        self.stored = self.weights  # on this card
         self.gradients: dict[str, Buffer] = {}
         self.has_state = False
         self.events: list[Event] = []
@@ -244,13 +261,21 @@ class _Step:
     # A step
 
     def build(self) -> None:
-        for shape in self.weights.values():
+        for shape in self.stored.values():
             self.take(_Tensor(shape, "float32", "empty"), "weights")
         if self.shape.is_modern:
             turns = _Tensor((2, self.T, 1, self.shape.head_width // 2), "float32", "stack")
             self.take(turns, "weights")
         if self.setup.dtype == "float16":  # the scale and its tracker
             self.take_all(2 * [_Tensor((1,), "float32", "full", "", "loss scale")])
+        if self.has_buckets:
+            for name in self.weights:
+                self.gradient(name)
+
+    @property
+    def has_buckets(self) -> bool:
+        """Gradients that processes sum are parts of buffers that last as long as the run."""
+        return self.setup.world > 1 and not self.setup.shard
 
     def learn(self) -> None:
         for _ in range(2):
@@ -261,8 +286,9 @@ class _Step:
         self.phase = "optimiser"
         self.update()
         self.phase = "between steps"
-        self.give(self.gradients.values())
-        self.gradients = {}
+        if not self.has_buckets:
+            self.give(self.gradients.values())
+            self.gradients = {}
 
     def forward(self) -> _Kept:
         raise NotImplementedError
@@ -278,12 +304,17 @@ class _Step:
         else:
             self.gradients[name] = self.take(made, "gradients")
 
+    def all_gradients(self) -> None:
+        """As they are when all passes are done."""
+        for name in self.weights:
+            self.gradient(name)
+
     def update(self) -> None:
         if not self.has_state:
             self.has_state = True
-            for name, shape in self.weights.items():
+            for name, shape in self.stored.items():
                 self.take_all(self._state(name, shape), "optimiser state")
-        for name, shape in self.weights.items():
+        for name, shape in self.stored.items():
             if self._has_8_bits(name, shape):  # both moments in 32 bits, one weight at a time
                 moment, scales = self._moment(shape)
                 self.pass_by(scales, scales, moment, moment)
@@ -291,7 +322,8 @@ class _Step:
             for matrices, rows, columns in self._muon_batches():
                 batch = _Tensor((matrices, rows, columns), "bfloat16", "baddbmm")
                 squares = batch._replace(shape=(matrices, rows, rows))
-                self.pass_by(batch, squares, squares, batch)
+                others = [batch] if self.setup.world > 1 else []  # which another process finds
+                self.pass_by(batch, squares, squares, batch, *others)
 
     def _state(self, name: str, shape: tuple[int, ...]) -> list[_Tensor]:
         moment, scales = self._moment(shape)
@@ -320,7 +352,8 @@ class _Step:
         """Matrices of a shape, as many at once as learning/muon.py takes."""
         L, C = self.shape.n_layer, self.C
         for matrices, rows, columns in ((4 * L, C, C), (2 * L, C, 4 * C)):
-            most = max(min(MOST_NUMBERS // (rows * columns), matrices), 1)
+            share = -(-matrices // self.setup.world)
+            most = max(min(MOST_NUMBERS // (rows * columns), share), 1)
             for start in range(0, matrices, most):
                 yield min(most, matrices - start), rows, columns
 
@@ -362,11 +395,13 @@ class _EagerStep(_Step):
     """Op by op, as the model is written."""
 
     def forward(self) -> _Kept:
+        self.enter()
         kept = _Kept(tokens=self.take_all(self._tokens()))
         first = ("mul", _NORMED) if self.shape.is_modern else ("add", _POSITIONED)
         stream = self.take(self.stream(*first), "activations")
         repeated_casts = []
         for layer in range(self.shape.n_layer):
+            self.enter(layer)
             attention, mlp = self._kept_in_block(layer)
             names = ("attn.c_attn", "attn.c_proj"), ("mlp.c_fc", "mlp.c_proj")
             casts = [self.take_all(self.cast(*n), "weights in half precision") for n in names]
@@ -376,12 +411,28 @@ class _EagerStep(_Step):
                 repeated_casts += casts[0] + casts[1]
             kept.blocks.append(([stream, *attention], mlp))
             stream = self.take(self.stream("add", _AFTER_MLP), "activations")
+            self.leave(layer)
         kept.end = [stream, *self.take_all(self._statistics("embedding"))]
         normed = self.take(self.stream("native_layer_norm", _LAST_NORM))
         inputs = self.take(self.result("_to_copy", _INPUTS), "logits and loss")
         kept.loss = [inputs, *self.chunk(with_gradients=True)]
         self.give([normed, *repeated_casts])
+        self.leave()
         return kept
+
+    # What only sharded weights have done to them: a block's, or those outside of blocks
+
+    def enter(self, layer: int | None = None) -> None:
+        pass
+
+    def leave(self, layer: int | None = None) -> None:
+        pass
+
+    def enter_again(self, layer: int | None = None) -> None:
+        """In the backward pass."""
+
+    def reduce(self, layer: int | None = None) -> None:
+        """Gradients, which are complete."""
 
     def _tokens(self) -> list[_Tensor]:
         """Their ids and targets, and what enters a norm of their embedding."""
@@ -412,6 +463,7 @@ class _EagerStep(_Step):
         return self.take_all(attention), self.take_all(mlp)
 
     def backward(self, kept: _Kept) -> None:
+        self.enter_again()
         wide = self.take_all(self.is_half * [self.stream("_to_copy", _SCALED)], "logits and loss")
         d_hidden = self.take(self.stream("mul", _SCALED), "logits and loss")
         self.give(wide)
@@ -423,7 +475,9 @@ class _EagerStep(_Step):
         d_stream = self.take(self.stream("native_layer_norm_backward"))
         self.give([d_hidden, *kept.end])
         for layer in reversed(range(self.shape.n_layer)):
+            self.enter_again(layer)
             self._backward_block(layer, *kept.blocks[layer])
+            self.reduce(layer)
         if self.shape.is_modern:
             self.pass_by(self.stream("native_layer_norm_backward"))
             self.gradient("transformer.wte.weight")
@@ -434,6 +488,7 @@ class _EagerStep(_Step):
             self.give([d_stream])
             self.gradient("transformer.wte.weight")  # the sum of both
             self.give([d_head, dense, *kept.tokens])
+        self.reduce()
 
     def _gradients_of_head(self) -> None:
         self.gradient("lm_head.weight")
@@ -491,6 +546,121 @@ class _EagerStep(_Step):
     def _sums(self) -> _Tensor:
         """In float32, for the gradients of queries."""
         return _Tensor((self.N, self.C + self.H), "float32", "attention_backward")
+
+
+class _ShardedStep(_EagerStep):
+    """Each process holds a part of everything, and has one block's weights whole at a time.
+
+    As torch's fully_shard does it: blocks are gathered in the precision of their products, norms
+    and what is outside of blocks in float32; gradients are reduced in float32 after each pass.
+    While a block is computed, forward the buffer it came in is still there, backward the next's.
+    """
+
+    def __init__(self, setup: Setup, B: int):
+        super().__init__(setup, B)
+        self._rest, self._blocks = groups_of(self.shape, setup.world)
+        self.stored = {name: part_of(size, setup.world) for name, size in self.weights.items()}
+        self._held: list[Buffer] = []  # the weights of a block
+        self._held_rest: list[Buffer] = []
+        self._gathered: list[Buffer] = []  # what they came in
+        self._made: dict[int | None, list[Buffer]] = {}  # gradients, whole, by block
+        self._sent: list[Buffer] = []  # those that are being reduced
+
+    def cast(self, *names: str) -> list[_Tensor]:
+        return []  # they come in half precision
+
+    def enter(self, layer: int | None = None) -> None:
+        if layer is None and self._held_rest:  # an evaluation has left them
+            return
+        group = self._group(layer)
+        gathered = self._gather(group)
+        held = self._unpack(group)
+        if layer is None:
+            self._held_rest = held
+        else:
+            self._held = held
+        self.give(self._gathered)
+        self._gathered = [gathered]
+
+    def leave(self, layer: int | None = None) -> None:
+        if layer is None:
+            self.give(self._gathered)
+            self._gathered = []
+        else:
+            self.give(self._held)
+
+    def enter_again(self, layer: int | None = None) -> None:
+        """And have the next block come meanwhile."""
+        following = self.shape.n_layer - 1 if layer is None else layer - 1
+        if layer is not None:
+            self._held = self._unpack(self._group(layer))
+            self.give(self._gathered)
+        self._gathered = [self._gather(self._group(following))] if following >= 0 else []
+
+    def reduce(self, layer: int | None = None) -> None:
+        """Let weights go, send gradients and keep this process's part of their sum.
+
+        The buffer of those sent before is there until then.
+        """
+        group = self._group(layer)
+        self.give(self._held_rest if layer is None else self._held)
+        self.give(self._sent)
+        flat = _Tensor((group.numbers,), "float32", "reduce_scatter")
+        self._sent = [self.take(flat, _WHOLE)]
+        self.give(self._made.pop(layer))
+        self._keep_part(group)
+        if layer is None:
+            self.give(self._sent)
+            self._held_rest, self._sent = [], []
+
+    def gradient(self, name: str) -> None:
+        """Whole, until its block is reduced."""
+        layer = block_of(name)
+        whole = _Tensor(self.weights[name], self._dtype(self._group(layer)), "gradient")
+        self._made.setdefault(layer, []).append(self.take(whole, _WHOLE))
+
+    def all_gradients(self) -> None:
+        for group in (*self._blocks, self._rest):
+            self._keep_part(group)
+
+    def evaluate(self) -> None:
+        self.phase = "forward"
+        self.enter()
+        for layer in range(min(self.shape.n_layer, 2)):  # the second has the first one's buffer
+            self.enter(layer)
+            self.leave(layer)
+        super().evaluate()
+        self.leave()
+
+    def _gradients_of(self, name: str) -> None:
+        for kind in ("weight", "bias"):
+            if f"{name}.{kind}" in self.weights:
+                self.gradient(f"{name}.{kind}")
+
+    def _group(self, layer: int | None) -> Group:
+        return self._rest if layer is None else self._blocks[layer]
+
+    def _dtype(self, group: Group) -> str:
+        return self.setup.dtype if group.is_block else "float32"
+
+    def _gather(self, group: Group) -> Buffer:
+        """All parts, one after the other."""
+        return self.take(_Tensor((group.numbers,), self._dtype(group), "all_gather"), _GATHERED)
+
+    def _unpack(self, group: Group) -> list[Buffer]:
+        """Weight by weight."""
+        parts = (part_of(size, group.world) for size in group.weights.values())
+        dtype, world = self._dtype(group), group.world
+        whole = (_Tensor((world * rows, *rest), dtype, "unpack") for rows, *rest in parts)
+        return self.take_all(whole, _GATHERED)
+
+    def _keep_part(self, group: Group) -> None:
+        part = _Tensor((group.part_numbers,), "float32", "reduce_scatter")
+        name = next(iter(group.weights))
+        if name in self.gradients:
+            self.pass_by(part)  # added
+        else:
+            self.gradients[name] = self.take(part, "gradients")
 
 
 class _CompiledStep(_Step):

@@ -26,6 +26,8 @@ class Setup:
     optimizer_bits: Literal[8, 32] = 32  # of AdamW's moments
     has_flash: bool = True  # attention; cards older than Ampere have none
     deterministic: bool = False  # kernels, which may need a little more
+    world: int = 1  # processes, each with a card
+    shard: bool = False  # weights, gradients and moments cut by them, as by torch's fully_shard
 
     @property
     def attention(self) -> Attention:

@@ -1,7 +1,7 @@
 """Bytes a training step needs on a GPU, by simulation: no GPU is needed to find out."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,13 @@ from nanofit.memory.course import MOST_SEQUENCES, Course, Curve
 from nanofit.memory.graphs import CompiledStandIn, Graphs, compiled_graphs
 from nanofit.memory.ledger import saved_by_8_bits, update_bytes
 from nanofit.memory.setup import Attention, Setup
+from nanofit.memory.spread import (
+    followed_resizing,
+    know_shapes,
+    pretended_processes,
+    put_gradients_into_buckets,
+    shard_,
+)
 from nanofit.memory.trace import MemoryTrace
 from nanofit.settings.config import TrainConfig
 
@@ -42,15 +49,15 @@ def simulate(setup: Setup, micro_batch_size: int) -> Course:
     device = simulated_device(setup)
     trace = MemoryTrace(setup.attention)
     graphs = graphs_of(setup, micro_batch_size) if setup.compiled else None
-    anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
-    with FakeTensorMode(), anomaly, as_on_cuda(setup), first_chunks(CHUNKS), trace:
-        model = model_of(setup)
+    with _followed_model(setup, trace) as model:
         if graphs:
             model.forward = CompiledStandIn(
                 model, graphs, trace, returns_logits=setup.returns_logits
             )
         optimizer, scaler = optimizer_of(setup, model), device.grad_scaler()
         trace.follow_step(model, optimizer)
+        if setup.world > 1 and not setup.shard:
+            put_gradients_into_buckets(model, optimizer, trace)
         for _ in range(2):
             train_step(
                 model,
@@ -67,6 +74,30 @@ def simulate(setup: Setup, micro_batch_size: int) -> Course:
             batches = micro_batches_of(setup, micro_batch_size)
             evaluate(model, batches, device=device, ranks=Ranks())
     return Course(trace.events)
+
+
+@contextmanager
+def _followed_model(setup: Setup, trace: MemoryTrace) -> Iterator[GPT]:
+    """A model without content; what is allocated from now on is traced.
+
+    One that is sharded is cut before that: its parts alone are there when training begins.
+    """
+    anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+    with ExitStack() as stack:
+        mesh = stack.enter_context(pretended_processes(setup.world)) if setup.shard else None
+        for context in (FakeTensorMode(), anomaly, as_on_cuda(setup), first_chunks(CHUNKS)):
+            stack.enter_context(context)
+        if mesh is None:
+            stack.enter_context(trace)
+            yield model_of(setup)
+            return
+        model = model_of(setup)
+        shard_(model, setup, mesh)
+        know_shapes(model, partial(optimizer_of, setup))
+        stack.enter_context(followed_resizing(trace))
+        stack.enter_context(trace)
+        trace.adopt([*(part.to_local() for part in model.parameters()), *model.buffers()])
+        yield model
 
 
 @dataclass(frozen=True)

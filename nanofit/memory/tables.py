@@ -11,6 +11,8 @@ from rich.text import Text
 from nanofit.memory.explain import LARGEST_TENSORS, Explanation, total
 from nanofit.memory.picture import draw
 from nanofit.memory.setup import Setup
+from nanofit.memory.several import room_bytes
+from nanofit.terminal import compact
 
 COLUMNS = 100
 
@@ -32,6 +34,8 @@ def _sections(told: Explanation) -> Iterator[tuple[str, list[Table | Text]]]:
     yield "Where the memory goes, at the peak", [_component_table(told), _two_routes(told)]
     yield "The largest tensors at the peak", [_tensor_table(told)]
     yield "The card", [_rows(_card_rows(told))]
+    if told.ways:
+        yield f"On {told.setup.world} cards", [_way_table(told), Text(_what_fits(told))]
     yield "What would change it", [_choice_table(told), _WHAT_TIME_MEANS]
     limit = told.budget and told.budget.limit_bytes
     yield "The second step, allocation by allocation", [draw(told.course, limit)]
@@ -59,6 +63,9 @@ def _step_rows(told: Explanation) -> Iterator[tuple[str, str]]:
         f"{told.micro_batch_size} × {shape.block_size} = {tokens:,} tokens, {told.setup.dtype}, "
         f"{told.stage}, {told.setup.loss} loss",
     )
+    if told.setup.shard:
+        parts = f"one of {told.setup.world} parts of weights, gradients and moments on each card"
+        yield "sharded", f"{parts}; forecast for the eager stage alone"
 
 
 def _attention_note(setup: Setup) -> str:
@@ -144,6 +151,44 @@ def _choice_table(told: Explanation) -> Table:
     return table
 
 
+def _way_table(told: Explanation) -> Table:
+    titles = ("cards", "savers", "held GiB>", "1 sequence GiB>")
+    table = _table(*titles, *(["largest micro-batch>"] if told.budget else []))
+    before = None
+    for way in told.ways:
+        table.add_row(
+            way.name if way.name != before else "",
+            way.savers,
+            _gib(way.held_bytes),
+            _gib(way.one_sequence_bytes),
+            *([str(way.largest)] if told.budget else []),
+        )
+        before = way.name
+    return table
+
+
+def _what_fits(told: Explanation) -> str:
+    """Of each card, in words; and how many cards would do."""
+    said = (
+        "Of each card, eager, by arithmetic; nothing here was measured. Held are weights,\n"
+        "gradients and moments: whole on every card, or in parts that are gathered block by block."
+    )
+    if told.budget is None:
+        return said
+    room = _gib(room_bytes(told.budget, told.setup.world))
+    said += f"\nTensors may take {room} GiB of each {told.budget.card}."
+    parameters, world = compact(told.counts.parameters), told.setup.world
+    fits = [way for way in told.ways if way.setup.world == world and way.largest]
+    outcome = "does not fit" if not fits else f"fits, {fits[0].name.split(', ')[1]}"
+    if fits and fits[0].savers != "none":
+        outcome += f" with {fits[0].savers}"
+    said += f"\n{parameters} parameters: {outcome}."
+    if told.fewest and not any(way.setup.recompute == "off" for way in fits):
+        needed = "; ".join(f"{way.setup.world} with savers {way.savers}" for way in told.fewest)
+        said += f"\nSharded it takes at least so many cards: {needed}."
+    return said
+
+
 _WHAT_TIME_MEANS = Text(
     "Time: matrix products and attention computed again, as a share of a step's. What memory's\n"
     "speed limits (norms, GELU, 8-bit moments) is not in it. Nothing here was measured."
@@ -166,6 +211,10 @@ def _rows(rows: Iterator[tuple[str, str]]) -> Table:
     for name, value in rows:
         grid.add_row(name, Text(value))
     return grid
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f}"
 
 
 def _mib(size_bytes: int) -> str:

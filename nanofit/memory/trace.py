@@ -3,14 +3,18 @@
 import re
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from model import GPT
@@ -42,6 +46,8 @@ class _StorageWatch(TorchDispatchMode):
         return self._known[_address(tensor)][1]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # until it is down to the tensors that have memory
         results = func(*args, **(kwargs or {}))
         for result in tree_leaves(results):
             if isinstance(result, Tensor):
@@ -122,7 +128,7 @@ class MemoryTrace(_StorageWatch):
         """Learn by hooks which phase of a step it is, and which tensors become gradients."""
         self._parameter_shapes = {tuple(p.shape) for p in model.parameters()}
         self._vocabulary = model.config.vocab_size
-        model.register_forward_pre_hook(lambda *_: self._enter("forward"))
+        model.register_forward_pre_hook(lambda *_: self._enter("forward"), prepend=True)
         model.register_forward_hook(lambda *_: self._leave_forward())
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._is_gradient)
@@ -132,8 +138,27 @@ class MemoryTrace(_StorageWatch):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = super().__torch_dispatch__(func, types, args, kwargs)
-        self.workspace(func, results)
+        if results is not NotImplemented:
+            self.workspace(func, results)
         return results
+
+    @contextmanager
+    def making(self, component: str) -> Iterator[None]:
+        """What appears meanwhile is for this."""
+        before, self.component = self.component, component
+        try:
+            yield
+        finally:
+            self.component = before
+
+    def resized(self, tensor: Tensor, component: str) -> None:
+        """A storage has grown from nothing, or shrunk to it, in place."""
+        key = _address(tensor)
+        if key in self._known:
+            self._forget(key)
+        if tensor.untyped_storage().size() > 0:
+            with self.making(component):
+                self._follow(tensor, "resize_")
 
     def workspace(self, op: Any, results: Any, origin: Origin | None = None) -> None:
         """Memory that a kernel takes for itself while it runs: no tensor shows it."""
@@ -185,7 +210,8 @@ class MemoryTrace(_StorageWatch):
         self._enter("backward")
 
     def _is_gradient(self, parameter: Tensor) -> None:
-        self.token_of(parameter.grad).component = "gradients"
+        own = getattr(parameter.grad, "_local_tensor", parameter.grad)  # of a sharded parameter
+        self.token_of(own).component = "gradients"
 
 
 def _workspace_bytes(op: Any, results: Any, attention: Attention) -> int:

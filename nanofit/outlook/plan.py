@@ -19,7 +19,15 @@ from nanofit.outlook.forecast import (
     reached_share,
     step_of,
 )
-from nanofit.outlook.roofline import seconds_by_part
+from nanofit.outlook.links import (
+    Link,
+    Traffic,
+    find_link,
+    link_of,
+    replicated_traffic,
+    sharded_traffic,
+)
+from nanofit.outlook.roofline import Step, seconds_by_part
 from nanofit.outlook.scaling import (
     FADING_EPOCHS,
     FEWEST_TOKENS,
@@ -48,10 +56,45 @@ class Data(NamedTuple):
     source: str
 
 
+class Spread(NamedTuple):
+    """A step of a run that several cards share, as arithmetic has it."""
+
+    world: int
+    shard: bool
+    link: Link
+    traffic: Traffic
+    computing_s: float
+    waiting_s: float
+    overlaps: bool
+
+    @property
+    def waiting_share(self) -> float:
+        return self.waiting_s / (self.computing_s + self.waiting_s)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "gpus": self.world,
+            "is_sharded": self.shard,
+            "link": self.link.name,
+            "link_bytes_per_s": self.link.bytes_per_s,
+            "sent_bytes_per_step": round(self.traffic.step_bytes),
+            "overlaps": self.overlaps,
+            "computing_s": self.computing_s,
+            "waiting_s": self.waiting_s,
+            "waiting_share": self.waiting_share,
+        }
+
+
 class Speed(NamedTuple):
     tokens_per_s: float
     card: Card | None
     source: str
+    spread: Spread | None = None  # over several cards
+
+    @property
+    def watts(self) -> float | None:
+        """Of all cards."""
+        return self.card and self.card.watts * (self.spread.world if self.spread else 1)
 
 
 @dataclass(frozen=True)
@@ -85,7 +128,7 @@ class Plan:
             decay_end=self.learn.decay_end if self.learn.decay_lr else None,
             unique_tokens=self.data.train_tokens,
             tokens_per_s=self.speed.tokens_per_s,
-            watts=self.speed.card and self.speed.card.watts,
+            watts=self.speed.watts,
             recipe=recipe_of(self.shape.arch, self.learn.optimizer, self.shape.vocab_size),
         )
 
@@ -228,6 +271,7 @@ class Plan:
             },
             "plain_recipe": plain and _forecast_json(plain),
             "speed": {"tokens_per_s": self.speed.tokens_per_s, "source": self.speed.source},
+            "several_gpus": self.speed.spread and self.speed.spread.as_json(),
             "warnings": self.warnings(),
         }
 
@@ -258,9 +302,7 @@ def find_data(settings: Settings, *, unique_tokens: int | None, shard: str | Non
         return Data(len(train), len(train) + len(val), f"prepared in {folder}")
     if any(folder.glob("*.parquet")):
         return _count_shards(str(folder))
-    return Data(
-        None, None, f"no data in {folder}; give --shard FILE.parquet or --unique_tokens 0.65B"
-    )
+    return Data(None, None, f"no data in {folder}; give --parquet FILE or --unique_tokens 0.65B")
 
 
 def _count_shards(given: str) -> Data:
@@ -277,14 +319,52 @@ def _count_shards(given: str) -> Data:
 
 
 def speed_of_card(name: str, settings: Settings) -> Speed:
+    card, (_, learn, run) = find_card(name), settings
+    step = _step_of(settings, learn.batch_size, learn.sequences_per_step)
+    speed = predicted_tokens_per_s(card, step, compiled=run.compile)
+    return Speed(speed, card, _source(card, step, is_compiled=run.compile))
+
+
+def speed_of_cards(
+    name: str, settings: Settings, *, world: int, shard: bool, link: str | None
+) -> Speed:
+    """Several cards that share each step's sequences; sharded ones are taken to run eagerly."""
     card, (shape, learn, run) = find_card(name), settings
-    step = step_of(
-        shape,
-        run.loss,
-        micro_batch_size=learn.batch_size,
-        sequences_per_step=learn.sequences_per_step,
-        muon_steps=learn.newton_schulz_steps,
+    share, left = divmod(learn.sequences_per_step, world)
+    if left:
+        raise InputError(
+            f"{learn.sequences_per_step} sequences per step cannot be shared by {world} cards; "
+            "use a multiple of that"
+        )
+    is_compiled = run.compile and not shard
+    step = _step_of(settings, min(learn.batch_size, share), share)
+    computing_s = step.tokens / predicted_tokens_per_s(card, step, compiled=is_compiled)
+    traffic = (sharded_traffic if shard else replicated_traffic)(shape, world, step.passes)
+    carrier = find_link(link) if link else link_of(card)
+    overlaps = not is_compiled  # a compiled graph gives all gradients at its end
+    pass_s = computing_s / step.passes
+    waiting_s = traffic.exposed_s(carrier, pass_s, overlaps=overlaps)
+    tokens = learn.sequences_per_step * shape.block_size
+    return Speed(
+        tokens / (computing_s + waiting_s),
+        card,
+        _source(card, step, is_compiled=is_compiled),
+        Spread(world, shard, carrier, traffic, computing_s, waiting_s, overlaps),
     )
+
+
+def _step_of(settings: Settings, micro_batch_size: int, sequences: int) -> Step:
+    return step_of(
+        settings.shape,
+        settings.run.loss,
+        micro_batch_size=micro_batch_size,
+        sequences_per_step=sequences,
+        muon_steps=settings.learn.newton_schulz_steps,
+    )
+
+
+def _source(card: Card, step: Step, *, is_compiled: bool) -> str:
+    """Where the speed of a card comes from, in words."""
     parts = seconds_by_part(step, peak_flops=card.peak_flops, bytes_per_s=card.bytes_per_s)
     shares = ", ".join(
         f"{part} {seconds / sum(parts.values()):.0%}" for part, seconds in parts.items()
@@ -300,9 +380,9 @@ def speed_of_card(name: str, settings: Settings) -> Speed:
         source += f"{share:.0%} was measured on such a card"
     else:
         source += f"GPT-2 124M reached {reached}; {expected_share(card):.0%} is expected here"
-    if not run.compile:
+    if not is_compiled:
         source += f"; without torch.compile {COMPILE_GAIN} × slower (published: 1.5 to 1.85)"
-    return Speed(predicted_tokens_per_s(card, step, compiled=run.compile), card, source)
+    return source
 
 
 def within_budget(

@@ -1,6 +1,8 @@
 """A step has the same sequences whatever the micro-batch, the ranks and the restarts."""
 
 import json
+import math
+import tracemalloc
 from itertools import count, islice, pairwise
 
 import numpy as np
@@ -88,6 +90,58 @@ def test_the_permutation_of_a_huge_range_stays_inside_without_repeating():
     places = [permuted(n, size, (5, 3)) for n in range(2000)]
     assert len(set(places)) == 2000 and min(places) >= 0 and max(places) < size
     assert np.histogram(places, bins=10, range=(0, size))[0].min() > 150
+
+
+# Of blocks of 1,024 tokens 1e10 are 10T tokens: more than FineWeb has.
+HUGE, HUGE_KEY = 10**10, (1337, 0)
+GOLDEN_PLACES = {0: 4469503780, 1: 127312849, 12345: 4078176829, 10**10 - 1: 1266786389}
+
+
+def test_the_permutation_of_1e10_blocks_is_the_same_for_ever():
+    """A run that has begun must find its sequences again."""
+    assert {n: permuted(n, HUGE, HUGE_KEY) for n in GOLDEN_PLACES} == GOLDEN_PLACES
+
+
+def test_the_permutation_of_1e10_blocks_is_undone_by_going_back():
+    """A round at a time, with the halves changed over; and out of the range, on to the next."""
+    for number in (0, 1, 7, HUGE // 3, HUGE - 1):
+        assert unpermuted(permuted(number, HUGE, HUGE_KEY), HUGE, HUGE_KEY) == number
+
+
+def unpermuted(place: int, size: int, key: tuple[int, ...]) -> int:
+    half = max(math.ceil(math.log2(size) / 2), 1)
+    while True:
+        left, right = divmod(place, 2**half)
+        for round_number in reversed(range(6)):
+            left, right = right ^ mix(*key, round_number, left) % 2**half, left
+        place = left * 2**half + right
+        if place < size:
+            return place
+
+
+def test_any_sequence_of_1e10_is_found_in_constant_memory_and_time():
+    """In the third epoch as in the first, and no array of them anywhere."""
+    data = train_data(EndlessBins(HUGE * BLOCK + 1))
+    assert data.blocks_per_epoch in (HUGE - 1, HUGE)
+    sequences = [epoch * HUGE + place for epoch in (0, 2) for place in range(0, HUGE, HUGE // 500)]
+    data.start_of(0)
+    tracemalloc.start()
+    starts = {data.start_of(sequence) for sequence in sequences}
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(starts) == len(sequences)
+    assert min(starts) >= 0 and max(starts) + BLOCK < len(data.bins)
+    assert peak_bytes < 2**18  # nothing but those starts
+
+
+class EndlessBins:
+    """As long as is said; nobody reads them."""
+
+    def __init__(self, tokens: int):
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return self._tokens
 
 
 def test_every_place_is_reached_equally_often_over_the_keys():

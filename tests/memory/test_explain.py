@@ -1,13 +1,14 @@
 """The explanation as its user gets it: exact counts, budgets that add up, clear refusals."""
 
 import json
+import re
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autofit
 from model import GPT
-from nanofit.machine.overhead import CUDA_CONTEXT_BYTES, LIBRARY_BYTES
+from nanofit.machine.overhead import CUDA_CONTEXT_BYTES, LIBRARY_BYTES, collective_bytes
 from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
 from nanofit.memory.explain import count_parameters
 from nanofit.memory.ledger import write_down
@@ -164,6 +165,55 @@ def is_muons(name: str, parameter) -> bool:
     return name.startswith("transformer.h.") and parameter.dim() == 2
 
 
+def test_each_of_several_cards_is_explained_as_it_is_written_down(told):
+    for words, shard in (([], False), (["--shard"], True), (["--shard=True"], True)):
+        answer = told("--compile=False", "--gpu=RTX 4070", "--gpus=2", *words)
+        setup = Setup(TINY, world=2, shard=shard)
+        assert answer["peak_bytes"] == write_down(setup, 8).peak_bytes
+        assert (answer["gpus"], answer["is_sharded"]) == (2, shard)
+        components = {line["component"]: line["size_bytes"] for line in answer["components"]}
+        assert components["NCCL's buffers"] == collective_bytes(2)
+        stages = {choice["stage"] for choice in answer["choices"]}
+        assert stages == ({"eager"} if shard else {"eager", "compiled"})
+
+
+def test_ways_to_spread_a_model_say_what_fits(told):
+    limit = ["--vram=2GB", "--memory_limit=900MB"]
+    answer = told(*limit, "--gpus=2", "--n_embd=512", "--block_size=64")
+    room = answer["budget"]["limit_bytes"] - LIBRARY_BYTES - collective_bytes(2)
+    for way in answer["ways"]:
+        setup = Setup(
+            GPTConfig(**SIZES | dict(n_embd=512, block_size=64)),
+            world=way["world"],
+            shard=way["shard"],
+            recompute=way["recompute"],
+            optimizer_bits=way["optimizer_bits"],
+        )
+        own_room = room if way["world"] == 2 else room + collective_bytes(2)
+        need, largest = need_of(setup), way["largest_micro_batch_size"]
+        assert largest == 0 or need.at(largest) <= own_room < need.at(largest + 1)
+        assert way["one_sequence_bytes"] == need.at(1) > way["held_bytes"]
+    assert [(way["world"], way["shard"]) for way in answer["ways"]] == (
+        3 * [(1, False)] + 3 * [(2, False)] + 2 * [(2, True)]
+    )
+    assert answer["ways"][-1]["largest_micro_batch_size"] > 0
+
+
+@pytest.mark.slow
+def test_a_model_of_1500_million_takes_three_cards_of_12_gb(shown):
+    """Of GPT-2 XL 16 bytes a parameter are 23 GiB; a half of them is more than such a card has."""
+    xl = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--vocab_size=50304"]
+    text = shown(*xl, "--block_size=1024", "--gpu=RTX 4070", "--gpus=2", "--shard")
+    assert "1.56B parameters: does not fit." in text
+    assert "so many cards: 4 with savers none; 3 with savers recompute=block." in text
+    assert "nothing here was measured" in text
+    held = re.findall(r"2, (whole|sharded) +none +([\d.]+)", text)
+    assert [(way, float(gib)) for way, gib in held] == [
+        ("whole", pytest.approx(16 * 1.556840e9 / 2**30, abs=0.01)),
+        ("sharded", pytest.approx(8 * 1.556840e9 / 2**30, abs=0.01)),
+    ]
+
+
 def test_person_sees_all_of_it_in_100_columns(shown):
     text = shown("--gpu=RTX 4070")
     assert max(map(len, text.splitlines())) <= 100
@@ -225,6 +275,11 @@ def test_attention_is_forecast_for_the_card_it_runs_on():
         (["--explain", "--vram", "12"], "12GB"),
         (["--explain", "--n_layers=3"], "n_layer"),
         (["--explain", "--gpu"], "--gpu"),
+        (["--explain", "--gpus=0"], "--gpus 0 must be from 1"),
+        (["--explain", "--shard"], "--gpus 2 or more"),
+        (["--explain", "--gpus=2", "--shard", "--optimizer=muon"], "--optimizer=adamw"),
+        (["--explain", "--gpus=2", "--shard", "--optimizer_bits=8"], "--optimizer_bits=32"),
+        (["--gpus=2"], "go with --explain"),
     ],
 )
 def test_mistakes_are_named(words, told):
