@@ -17,7 +17,8 @@ from threading import Lock
 from typing import Any
 
 MOST_BYTES = 2**20  # of a request: a command line and an environment
-SCRIPTS = ("train.py", "sample.py", "evaluate.py", "export.py")  # which load torch
+# Which load torch.
+SCRIPTS = ("train.py", "sample.py", "evaluate.py", "export.py", "tests/learning/together.py")
 
 
 class Zygote:

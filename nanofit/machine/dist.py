@@ -60,14 +60,14 @@ class Ranks:
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Add up each tensor over all processes, in place."""
         if self.world > 1:
-            with self._together():
+            with self.together():
                 for tensor in tensors:
                     dist.all_reduce(tensor)
 
     def share_(self, tensor: Tensor, owner: int) -> None:
         """Give all processes what one of them has, in place."""
         if self.world > 1:
-            with self._together():
+            with self.together():
                 dist.broadcast(tensor, owner)
 
     def any(self, flag: bool) -> bool:
@@ -75,7 +75,7 @@ class Ranks:
         if self.world == 1:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32)
-        with self._together():
+        with self.together():
             dist.all_reduce(flags)
         return bool(flags)
 
@@ -84,7 +84,7 @@ class Ranks:
         if self.world == 1:
             return True
         ends = torch.tensor([number, -number])
-        with self._together():
+        with self.together():
             dist.all_reduce(ends, dist.ReduceOp.MAX)
         return ends.sum().item() == 0
 
@@ -93,7 +93,7 @@ class Ranks:
         if self.world == 1:
             return number
         numbers = torch.tensor([number])
-        with self._together():
+        with self.together():
             dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return numbers.item()
 
@@ -122,7 +122,7 @@ class Ranks:
         self.any(False)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """ProcessLost if the processes do not come together; one of them says so at once.
 
         torchrun ends them all as soon as it sees that one is dead, and whoever wants to say more
@@ -168,7 +168,7 @@ def start_ranks(backend: str = "auto", *, timeout_s: float = 1800.0) -> Iterator
         # Before a restart on one machine torchrun keeps its store: with addresses of the dead.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     ranks = Ranks(rank, world, int(os.environ.get("LOCAL_RANK", rank)), store)
-    with ranks._together():
+    with ranks.together():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     try:
         yield ranks

@@ -19,6 +19,7 @@ from nanofit.files import PROJECT
 from nanofit.fit.fit import Fit, find_fit
 from nanofit.fit.search import sizes_for
 from nanofit.fit.trial import share_compile_cache
+from nanofit.learning.engine import Engine, engine_for
 from nanofit.learning.optim import build_optimizer, lr_at, undecayed_share
 from nanofit.learning.step import evaluate, train_step
 from nanofit.learning.undo import UpdateUndo
@@ -61,6 +62,7 @@ class Launch:
     checkpoints: Checkpoints
     saver: Saver
     learner: Learner
+    engine: Engine
     train_data: TrainSequences
     val_data: ValSequences
     fit: Fit
@@ -125,6 +127,7 @@ class Launch:
             tokens_per_step=self.learn.sequences_per_step * model.config.block_size,
             undo=UpdateUndo(self.learner.optimizer, self.device.memory()),
             event=event,
+            engine=self.engine,
             reached=progress.stage,
             compile_at=progress.compile_at,
             may_time=not run.deterministic,
@@ -152,6 +155,7 @@ class Launch:
             lr=lr_at(step, self.learn),
             grad_clip=self.learn.grad_clip,
             seed=mix(self.learn.seed, step, self.ranks.rank),
+            engine=self.engine,
         )
 
     def validate(self, micro_batch_size: int) -> float:
@@ -236,6 +240,7 @@ def launch(settings: Settings, ranks: Ranks) -> tuple[Launch, Progress] | None:
         checkpoints=checkpoints,
         saver=Saver(checkpoints.save, may_copy=_has_two_memories(device)),
         learner=learner,
+        engine=engine_for(ranks),
         train_data=train_data,
         val_data=val_data,
         fit=fit,
