@@ -7,14 +7,17 @@ buckets, each of which is on its way as soon as the last pass has filled it.
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from nanofit.data.loader import MicroBatch
+from nanofit.machine.device import Device
 from nanofit.machine.dist import Ranks
 
 Forward = Callable[[Tensor, Tensor], Tensor]
@@ -36,6 +39,25 @@ class Engine:
 
     def forget(self) -> None:
         """Give back all memory, in all processes alike; the next step begins anew."""
+
+    def hold(self, model: nn.Module, device: Device) -> None:
+        """Put on the device what this process has of a model."""
+        model.to(device.torch_device)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let it load what belongs to a whole model."""
+
+    def whole(self, number: Tensor) -> Tensor:
+        """A number of all gradients, of which this process may have a part."""
+        return number
+
+    def gathered(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Whole tensors for parts, for the main process; all must ask."""
+        return content
+
+    def evenly(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """As many for each process, if none can do a pass without the others."""
+        return micro_batches
 
 
 def engine_for(ranks: Ranks) -> Engine:

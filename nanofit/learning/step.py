@@ -43,7 +43,8 @@ def train_step(
     ranks.sum_([loss])
     with _forgotten_on_failure(scaler), ranks.all_or_none():
         scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf"))
+        limit = grad_clip or float("inf")
+        grad_norm = engine.whole(nn.utils.clip_grad_norm_(model.parameters(), limit))
     optimizer.grad_norm = grad_norm  # for those who watch its steps
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("rate", 1.0)

@@ -6,9 +6,11 @@ Run by `processes.run_ranks`: `together.py FOLDER SCENARIO...`.
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from model import GPT
@@ -16,7 +18,8 @@ from nanofit.data.loader import MicroBatch
 from nanofit.learning import engine as engines
 from nanofit.learning.engine import engine_for
 from nanofit.learning.optim import build_optimizer
-from nanofit.learning.step import train_step
+from nanofit.learning.sharded import Shards
+from nanofit.learning.step import evaluate, train_step
 from nanofit.machine.device import describe_device
 from nanofit.machine.dist import Ranks, start_ranks
 from nanofit.settings.config import TrainConfig
@@ -32,12 +35,17 @@ SEQUENCES, STEPS = 12, 4
 class Run:
     """A few steps of a small model, of which each process does its part."""
 
-    def __init__(self, ranks: Ranks, dtype: str = "float32", recompute: str = "off"):
+    def __init__(
+        self, ranks: Ranks, dtype: str = "float32", recompute: str = "off", shard: bool = False
+    ):
         torch.manual_seed(3)
-        self.ranks, self.engine = ranks, engine_for(ranks)
+        self.ranks = replace(ranks, holds_part=shard)
+        self.engine = Shards(self.ranks) if shard else engine_for(ranks)
         self.device = describe_device("cpu", dtype)
         self.model = GPT(SHAPE, recompute=recompute)
+        self.engine.hold(self.model, self.device)
         self.optimizer = build_optimizer(self.model, LEARN, ranks=ranks)
+        self.engine.follow(self.optimizer)
         self.scaler = self.device.grad_scaler()
 
     def step(self, step: int) -> tuple[float, float]:
@@ -57,7 +65,7 @@ class Run:
 
     def steps(self) -> dict:
         told = [self.step(step) for step in range(STEPS)]
-        return {"told": told, "weights": self.model.state_dict()}
+        return {"told": told, "weights": self.engine.gathered(self.model.state_dict())}
 
     def give_up(self) -> None:
         """As a run does before it tries a step again."""
@@ -76,6 +84,66 @@ class Run:
 
 def undisturbed(ranks: Ranks) -> dict:
     return Run(ranks).steps()
+
+
+def in_parts(ranks: Ranks) -> dict:
+    return Run(ranks, shard=True).steps()
+
+
+def in_parts_scaled(ranks: Ranks) -> dict:
+    return Run(ranks, shard=True, dtype="float16").steps()
+
+
+def in_parts_recomputed(ranks: Ranks) -> dict:
+    return Run(ranks, shard=True, recompute="block").steps()
+
+
+def held(ranks: Ranks) -> dict:
+    """How many numbers a process has of weights, gradients and moments, and of how many."""
+    run, noted = Run(ranks, shard=True), []
+    run.optimizer.register_step_pre_hook(
+        lambda *_: noted.append([p.grad.to_local().numel() for p in run.model.parameters()])
+    )
+    run.step(0)
+    parts = [p.to_local().numel() for p in run.model.parameters()]
+    moments = [s["exp_avg"].to_local().numel() for s in run.optimizer.state.values()]
+    whole = sum(p.numel() for p in run.model.parameters())
+    return {"held": [sum(parts), sum(noted[0]), sum(moments)], "whole": whole}
+
+
+def evaluated(ranks: Ranks) -> dict:
+    """The mean loss of one sequence, which leaves all but one process without any."""
+    run = Run(ranks, shard=True)
+    mine = run._micro_batches(0) if ranks.is_main else []
+    batches = [MicroBatch(idx, targets, 0.5) for idx, targets, _ in mine]
+    loss = evaluate(run.model, run.engine.evenly(batches), device=run.device, ranks=run.ranks)
+    return {"loss": loss}
+
+
+def saved_and_loaded(ranks: Ranks) -> dict:
+    """Two steps in parts, gathered and put into a new beginning, and two more."""
+    first, second = Run(ranks, shard=True), Run(ranks, shard=True)
+    told = [first.step(0), first.step(1)]
+    learned = (first.model.state_dict(), first.optimizer.state_dict())
+    content = first.engine.gathered(dict(zip(("model", "optimizer"), learned, strict=True)))
+    sent = [content]
+    dist.broadcast_object_list(sent)  # as all would read it from a file
+    second.model.load_state_dict(sent[0]["model"])
+    second.optimizer.load_state_dict(sent[0]["optimizer"])
+    return {"told": [*told, second.step(2), second.step(3)]}
+
+
+def part_failed(ranks: Ranks) -> dict:
+    """One process runs out of memory in mid-pass."""
+    run = Run(ranks, shard=True)
+
+    def fail(*_) -> None:
+        if ranks.rank == ranks.world - 1:
+            raise torch.OutOfMemoryError("no room")
+
+    run.model.transformer.h[0].register_forward_hook(fail)
+    run.step(0)
+    return {}
 
 
 def scaled(ranks: Ranks) -> dict:
@@ -183,7 +251,12 @@ def lost(ranks: Ranks) -> dict:
 
 
 SCENARIOS: dict[str, Callable[[Ranks], dict]] = {
-    one.__name__: one for one in (undisturbed, scaled, recomputed, failed, ordered, lost)
+    one.__name__: one
+    for one in (
+        *(undisturbed, scaled, recomputed, failed, ordered, lost),
+        *(in_parts, in_parts_scaled, in_parts_recomputed),
+        *(held, evaluated, saved_and_loaded, part_failed),
+    )
 }
 
 
