@@ -87,7 +87,8 @@ def carry_on(launch: Launch, progress: Progress, requests: Requests) -> bool:
                 on_disk = progress.step
                 continue
             if step != on_disk:  # what was read is not written again
-                keep(launch, log, progress, is_last=ending, is_asked=requests.take_save())
+                is_asked = ranks.any(requests.take_save())
+                keep(launch, log, progress, is_last=ending, is_asked=is_asked)
             if not stopping:
                 progress = look(launch, log, stages, progress, is_last=ending)
             if ending:

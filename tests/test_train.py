@@ -529,8 +529,9 @@ def test_all_processes_stop_when_a_run_diverges(tiny_run, tmp_path):
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
 
 
-def test_all_processes_roll_back_when_a_run_diverges(tiny_run, tmp_path):
-    done = tiny_run(*DIVERGING, "--on_spike=rollback", ranks=2)
+@pytest.mark.parametrize("shard", [False, True])
+def test_all_processes_roll_back_when_a_run_diverges(tiny_run, tmp_path, shard):
+    done = tiny_run(*DIVERGING, "--on_spike=rollback", f"--shard={shard}", ranks=2)
     assert done.returncode != 0
     assert "failed 3 times" in done.stderr
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr

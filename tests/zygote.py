@@ -18,7 +18,8 @@ from typing import Any
 
 MOST_BYTES = 2**20  # of a request: a command line and an environment
 # Which load torch.
-SCRIPTS = ("train.py", "sample.py", "evaluate.py", "export.py", "tests/memory/living.py")
+_OF_TESTS = ("tests/memory/living.py", "tests/learning/together.py")
+SCRIPTS = ("train.py", "sample.py", "evaluate.py", "export.py", *_OF_TESTS)
 
 
 class Zygote:

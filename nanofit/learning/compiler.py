@@ -29,6 +29,9 @@ def compile_in_place(model: nn.Module, activation_memory_budget: float = 1.0) ->
     # In the first call of a graph it checks what our op returns, in a mode that gives tensors other
     # dispatch keys: the kernel of the loss would be compiled twice. A test checks it instead.
     torch._functorch.config.check_custom_op_aliasing = False
+    # Cut where buckets of gradients end, a graph would not be the one that was forecast, tried and
+    # cached. Whole, it gives all of them at once: buckets are summed one behind the other.
+    torch._dynamo.config.optimize_ddp = False
     # It says of every consumer card that it is too small for a mode that nobody asked for.
     logging.getLogger("torch._inductor.utils").addFilter(_is_about_us)
     model.recompute = "off"

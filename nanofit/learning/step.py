@@ -9,6 +9,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from nanofit.data.loader import MicroBatch
+from nanofit.learning.engine import Engine
 from nanofit.machine.device import Device
 from nanofit.machine.dist import OtherProcessFailed, Ranks
 from nanofit.machine.memory import is_out_of_memory
@@ -25,23 +26,25 @@ def train_step(
     lr: float,
     grad_clip: float,
     seed: int,
+    engine: Engine = Engine(),  # noqa: B008
 ) -> tuple[Tensor, Tensor]:
     """Learn from the micro-batches of one step; return loss and gradient norm, still on the device.
 
     Nothing here waits for the device. Dropout depends on `seed` alone.
     """
     torch.manual_seed(seed)
-    with ranks.all_or_none():
+    with ranks.all_or_none(), engine.passes(model, micro_batches) as (forward, batches):
         loss = torch.zeros((), device=device.torch_device)
-        for idx, targets, share in micro_batches:
+        for idx, targets, share in batches:
             with device.autocast():
-                part = model(idx, targets) * share
+                part = forward(idx, targets) * share
             scaler.scale(part).backward()
             loss += part.detach()
-    ranks.sum_([loss, *(p.grad for p in model.parameters())])
+    ranks.sum_([loss])
     with _forgotten_on_failure(scaler), ranks.all_or_none():
         scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf"))
+        limit = grad_clip or float("inf")
+        grad_norm = engine.whole(nn.utils.clip_grad_norm_(model.parameters(), limit))
     optimizer.grad_norm = grad_norm  # for those who watch its steps
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("rate", 1.0)

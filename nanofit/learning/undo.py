@@ -70,7 +70,8 @@ class UpdateUndo:
         groups, states = self._optimizer.param_groups, self._optimizer.state.values()
         values = [value for state in states for value in state.values()]
         moments = [part for value in values if isinstance(value, Tensor) for part in _parts(value)]
-        return [parameter for group in groups for parameter in group["params"]] + moments
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        return [part for parameter in parameters for part in _parts(parameter)] + moments
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -78,8 +79,9 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors of one that consists of several, as 8-bit moments do."""
+    """The plain tensors of one that consists of others, as 8-bit moments and shards do."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]
+    parts = [getattr(tensor, name) for name in names]
+    return [part for part in parts if isinstance(part, Tensor)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from nanofit.machine.memory import is_out_of_memory
 from nanofit.terminal import (
     InputError,
     discard_output,
@@ -35,6 +36,12 @@ class ProcessLost(InputError):
     is_known_elsewhere = True  # if the other one failed, it may say why
 
 
+class PartMissing(InputError):
+    """This process has failed, and what it holds a part of can do nothing without it."""
+
+    is_agreed = True  # as nobody can be asked
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among those of the run. In a world of one every method is an identity."""
@@ -43,6 +50,7 @@ class Ranks:
     world: int = 1
     local_rank: int = 0
     store: "dist.Store | None" = None  # which torchrun keeps, whatever becomes of the processes
+    holds_part: bool = False  # of the model: all wait for each other within every pass
 
     @property
     def is_main(self) -> bool:
@@ -60,14 +68,14 @@ class Ranks:
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Add up each tensor over all processes, in place."""
         if self.world > 1:
-            with self._together():
+            with self.together():
                 for tensor in tensors:
                     dist.all_reduce(tensor)
 
     def share_(self, tensor: Tensor, owner: int) -> None:
         """Give all processes what one of them has, in place."""
         if self.world > 1:
-            with self._together():
+            with self.together():
                 dist.broadcast(tensor, owner)
 
     def any(self, flag: bool) -> bool:
@@ -75,7 +83,7 @@ class Ranks:
         if self.world == 1:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32)
-        with self._together():
+        with self.together():
             dist.all_reduce(flags)
         return bool(flags)
 
@@ -84,7 +92,7 @@ class Ranks:
         if self.world == 1:
             return True
         ends = torch.tensor([number, -number])
-        with self._together():
+        with self.together():
             dist.all_reduce(ends, dist.ReduceOp.MAX)
         return ends.sum().item() == 0
 
@@ -93,7 +101,7 @@ class Ranks:
         if self.world == 1:
             return number
         numbers = torch.tensor([number])
-        with self._together():
+        with self.together():
             dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return numbers.item()
 
@@ -110,6 +118,9 @@ class Ranks:
             yield
         except Exception as error:
             failure = error
+        if self.holds_part:
+            self._end_all_on(failure)
+            return
         if failure is not None and getattr(failure, "is_agreed", False):
             raise failure
         if self.any(failure is not None):
@@ -121,8 +132,23 @@ class Ranks:
         """Go on when all processes have come this far."""
         self.any(False)
 
+    def _end_all_on(self, failure: Exception | None) -> None:
+        """The others wait in the middle of a pass, where no question reaches them."""
+        if failure is None:
+            return
+        if _is_of_the_connection(failure):
+            raise self._lost(failure) from failure
+        if not is_out_of_memory(failure):
+            raise failure
+        self._is_first_to_tell()  # so that they need not say that this one has died
+        raise PartMissing(
+            f"out of memory ({first_line(failure)}), and no process can go on without this one's "
+            "part of the model; use a smaller batch_size, and the run goes on from its newest "
+            "checkpoint"
+        ) from failure
+
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """ProcessLost if the processes do not come together; one of them says so at once.
 
         torchrun ends them all as soon as it sees that one is dead, and whoever wants to say more
@@ -132,13 +158,16 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            lost = ProcessLost(
-                f"another process of this run has died or hangs ({_reason(error)}); start it "
-                "again, and it goes on from its newest checkpoint"
-            )
-            if self._is_first_to_tell():
-                say_error(lost)
-            raise lost from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> ProcessLost:
+        lost = ProcessLost(
+            f"another process of this run has died or hangs ({_reason(error)}); start it "
+            "again, and it goes on from its newest checkpoint"
+        )
+        if self._is_first_to_tell():
+            say_error(lost)
+        return lost
 
     def _is_first_to_tell(self) -> bool:
         try:
@@ -168,7 +197,7 @@ def start_ranks(backend: str = "auto", *, timeout_s: float = 1800.0) -> Iterator
         # Before a restart on one machine torchrun keeps its store: with addresses of the dead.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     ranks = Ranks(rank, world, int(os.environ.get("LOCAL_RANK", rank)), store)
-    with ranks._together():
+    with ranks.together():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     try:
         yield ranks
@@ -176,6 +205,13 @@ def start_ranks(backend: str = "auto", *, timeout_s: float = 1800.0) -> Iterator
         dist.destroy_process_group()
 
 
-def _reason(error: RuntimeError) -> str:
+def _is_of_the_connection(error: Exception) -> bool:
+    """Whether it was not this process that failed; gloo has no class of errors."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
+
+
+def _reason(error: Exception) -> str:
     """What a library says, without its source file before that and its advice behind."""
     return re.sub(r"^\[\S+\] |\. This is typically.*", "", first_line(error))

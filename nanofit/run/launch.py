@@ -19,7 +19,9 @@ from nanofit.files import PROJECT
 from nanofit.fit.fit import Fit, find_fit
 from nanofit.fit.search import sizes_for
 from nanofit.fit.trial import share_compile_cache
+from nanofit.learning.engine import Engine, engine_for
 from nanofit.learning.optim import build_optimizer, lr_at, undecayed_share
+from nanofit.learning.sharded import Shards
 from nanofit.learning.step import evaluate, train_step
 from nanofit.learning.undo import UpdateUndo
 from nanofit.machine.cards import known_card
@@ -61,6 +63,7 @@ class Launch:
     checkpoints: Checkpoints
     saver: Saver
     learner: Learner
+    engine: Engine
     train_data: TrainSequences
     val_data: ValSequences
     fit: Fit
@@ -125,6 +128,7 @@ class Launch:
             tokens_per_step=self.learn.sequences_per_step * model.config.block_size,
             undo=UpdateUndo(self.learner.optimizer, self.device.memory()),
             event=event,
+            engine=self.engine,
             reached=progress.stage,
             compile_at=progress.compile_at,
             may_time=not run.deterministic,
@@ -152,10 +156,11 @@ class Launch:
             lr=lr_at(step, self.learn),
             grad_clip=self.learn.grad_clip,
             seed=mix(self.learn.seed, step, self.ranks.rank),
+            engine=self.engine,
         )
 
     def validate(self, micro_batch_size: int) -> float:
-        batches = self.val_data.micro_batches(micro_batch_size, self.ranks)
+        batches = self.engine.evenly(self.val_data.micro_batches(micro_batch_size, self.ranks))
         return evaluate(self.learner.model, batches, device=self.device, ranks=self.ranks)
 
     def normal_losses(self, steps_done: int) -> Band | None:
@@ -206,6 +211,7 @@ class Launch:
 
 def launch(settings: Settings, ranks: Ranks) -> tuple[Launch, Progress] | None:
     """Start a run or continue the one in its folder; None if that is complete."""
+    settings = _as_parts_allow(settings, ranks)
     run = settings.run
     share_of_rank(settings.learn, ranks)
     device = describe_device(
@@ -228,7 +234,8 @@ def launch(settings: Settings, ranks: Ranks) -> tuple[Launch, Progress] | None:
     changes = _changes(saved, run, data=identity, machine=_machine(device, ranks)) if saved else {}
     share_compile_cache()
     fit = find_fit(used, device, ranks)
-    learner = _put_on_device(model, settings.learn, fit, device, ranks)
+    engine, ranks = _engine(run, ranks)
+    learner = _put_on_device(model, settings.learn, fit, device, ranks, engine)
     launched = Launch(
         settings=settings,
         device=device,
@@ -236,6 +243,7 @@ def launch(settings: Settings, ranks: Ranks) -> tuple[Launch, Progress] | None:
         checkpoints=checkpoints,
         saver=Saver(checkpoints.save, may_copy=_has_two_memories(device)),
         learner=learner,
+        engine=engine,
         train_data=train_data,
         val_data=val_data,
         fit=fit,
@@ -244,6 +252,26 @@ def launch(settings: Settings, ranks: Ranks) -> tuple[Launch, Progress] | None:
         changes=changes,
     )
     return launched, _put_back(saved, launched) if saved else Progress()
+
+
+def _as_parts_allow(settings: Settings, ranks: Ranks) -> Settings:
+    """What needs a whole model is switched off where no process has one."""
+    if not settings.run.shard or ranks.world == 1:
+        return settings
+    ranks.say(
+        f"shard   1/{ranks.world} of the model in each process: no trials, so batch_size as it is; "
+        "eager, as graphs would end at each part; no samples, which one process writes alone"
+    )
+    without = replace(settings.run, autofit=False, compile=False, sample_interval=0)
+    return settings._replace(run=without)
+
+
+def _engine(run: RunConfig, ranks: Ranks) -> tuple[Engine, Ranks]:
+    """How gradients are added up, by processes that know whether they hold a part or the whole."""
+    if not run.shard or ranks.world == 1:
+        return engine_for(ranks), ranks
+    ranks = replace(ranks, holds_part=True)
+    return Shards(ranks), ranks
 
 
 def _is_complete(saved: dict[str, Any], settings: Settings) -> bool:
@@ -401,14 +429,14 @@ def _open_data(settings: Settings, device: Device) -> tuple[TrainSequences, ValS
 
 
 def _put_on_device(
-    model: GPT, learn: TrainConfig, fit: Fit, device: Device, ranks: Ranks
+    model: GPT, learn: TrainConfig, fit: Fit, device: Device, ranks: Ranks, engine: Engine
 ) -> Learner:
     device.enter_thread()
     # What is set up for the first sum must not be missing in the middle of a step.
     ranks.sum_([torch.zeros(1, device=device.torch_device)])
     if fit.limit_bytes is not None:
         device.memory().limit(fit.limit_bytes)
-    model.to(device.torch_device)
+    engine.hold(model, device)
     model.recompute = fit.savers.recompute
     optimizer = build_optimizer(
         model,
@@ -417,6 +445,7 @@ def _put_on_device(
         products=device.product_dtype,
         ranks=ranks,
     )
+    engine.follow(optimizer)
     return Learner(model, optimizer, device.grad_scaler())
 
 

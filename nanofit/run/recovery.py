@@ -31,9 +31,7 @@ def save(
     is_last: bool = False,
 ) -> None:
     """Have a checkpoint written while the run goes on."""
-    if not launch.ranks.is_main:
-        return
-    if log.is_suspect and not (name or is_last):
+    if launch.ranks.any(log.is_suspect) and not (name or is_last):
         told = "not saved: the loss has jumped, which may be divergence"
         log.tell(progress.step, told, is_warning=True)
         return
@@ -45,7 +43,9 @@ def save(
         machine=launch.machine,
         fit=launch.fit.as_dict(),
     )
-    launch.saver.save(content, name)
+    content = launch.engine.gathered(content)
+    if launch.ranks.is_main:
+        launch.saver.save(content, name)
     log.restart_clock(progress.step)
 
 

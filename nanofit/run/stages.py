@@ -17,6 +17,7 @@ from model import GPT
 from nanofit.data.loader import MicroBatch
 from nanofit.fit.fit import MOST_RETRIES, StagePlan
 from nanofit.learning.compiler import compile_in_place, disagreement, measure, uncompile
+from nanofit.learning.engine import Engine
 from nanofit.learning.step import UpdateInterrupted
 from nanofit.learning.undo import UpdateUndo
 from nanofit.machine.device import Device
@@ -72,6 +73,7 @@ class Stages:
         tokens_per_step: int,
         undo: UpdateUndo,
         event: Callable[..., None],
+        engine: Engine = Engine(),  # noqa: B008
         reached: str = "eager",
         compile_at: int | None = None,
         may_time: bool = True,
@@ -82,6 +84,7 @@ class Stages:
         self._model, self._plan, self._sizes = model, plan, sizes
         self._device, self._ranks, self._tokens_per_step = device, ranks, tokens_per_step
         self._event, self._undo, self._reached = event, undo, reached
+        self._engine = engine
         self._memory = device.memory()
         self._watch = self._new_watch()
         self._times: list[float] = []  # of steps of this stage that were timed exactly
@@ -356,6 +359,7 @@ class Stages:
     def make_room(self) -> None:
         """Give back the memory of a step that failed."""
         self._model.zero_grad(set_to_none=True)
+        self._engine.forget()
         gc.collect()
         self._memory.release()
 

@@ -132,6 +132,9 @@ class RunConfig:
         "auto"
     )
     rank_timeout_s: Annotated[float, "seconds that such processes wait for one of them"] = 1800.0
+    shard: Annotated[
+        bool, "each of them keeps its part alone of weights, gradients and moments (FSDP2)"
+    ] = False
     compile: Annotated[bool, "use torch.compile, falling back to eager if it fails"] = True
     compile_after: Annotated[int, "steps to run eagerly before compiling"] = 100
     loss: Annotated[
@@ -216,6 +219,8 @@ class RunConfig:
             )
         if self.optimizer_bits not in (8, 32):
             yield f"optimizer_bits = {self.optimizer_bits} must be 8 or 32"
+        if self.optimizer_bits == 8 and self.shard:
+            yield "shard = True needs optimizer_bits = 32: 8-bit moments have scales in common"
         if self.optimizer_bits == 8 and self.on_spike == "skip":
             yield "on_spike = 'skip' needs optimizer_bits = 32: torchao's AdamW cannot skip a step"
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
@@ -350,6 +355,11 @@ def _second_lengths(values: Mapping[str, Any], flags: set[str]) -> Iterator[str]
 
 def _problems_between(shape: GPTConfig, learn: TrainConfig, run: RunConfig) -> Iterator[str]:
     """What no section can see alone."""
+    if run.shard and learn.optimizer == "muon":
+        yield (
+            "shard = True needs optimizer = 'adamw': Muon makes whole matrices orthogonal, and no "
+            "process has one"
+        )
     logits = learn.batch_size * shape.block_size * shape.vocab_size
     is_full = run.loss == "full" and not run.autofit
     if is_full and shape.is_modern and logits >= _TOO_MANY_LOGITS:

@@ -292,11 +292,16 @@ static void others_take(const char *value) {
   refusals_left = refusals;
 }
 
+static const void *sent;  // where the host has put something last, unless a kernel ran since
+
+void card_sent(const void *to) { sent = to; }
+
 void card_launched(const char *name, const void *function) {
   card();
   pthread_mutex_lock(&lock);
   enter_locked(card_current);
   mine->launches++;
+  if (!name || strcmp(name, "ncclBcast")) sent = NULL;  // by which every process keeps what it has
   if (is_disturbed) follow(getenv("CARD_OTHERS_AFTER"), others_take);
   if (trace_file) {
     fprintf(trace_file, "%s\n", name ? name : name_of(function));
@@ -310,8 +315,8 @@ void card_launched(const char *name, const void *function) {
 static float scalar;
 static void set_scalar(const char *value) { scalar = strtof(value, 0); }
 
-void card_read_back(void *to, size_t bytes) {
-  if (!is_told_scalar) return;
+void card_read_back(void *to, const void *from, size_t bytes) {
+  if (!is_told_scalar || from == sent) return;
   pthread_mutex_lock(&lock);
   follow(getenv("CARD_SCALARS"), set_scalar);
   if (bytes == sizeof scalar || bytes == 3 * sizeof scalar)  // a loss, a norm; what SkipWatch keeps

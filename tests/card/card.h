@@ -45,8 +45,10 @@ int card_processes(int device, unsigned *pids, unsigned long long *used, int roo
 void card_launched(const char *name, const void *function);
 void card_name_kernel(const void *function, const char *name);
 
-// What a copy from the device to the host shall find, as kernels left nothing there.
-void card_read_back(void *to, size_t bytes);
+// What a copy from the device to the host shall find, as kernels left nothing there; but what a copy
+// has just put there is there.
+void card_sent(const void *to);
+void card_read_back(void *to, const void *from, size_t bytes);
 
 // A call that nobody has written: told in the file $CARD_CALLS, or on standard error.
 void card_unknown(const char *kind, const char *name);

@@ -170,7 +170,9 @@ cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) 
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t s) {
   memmove(to, from, bytes);
-  if (card_device_of(from) >= 0 && card_device_of(to) < 0) card_read_back(to, bytes);
+  int was_on_card = card_device_of(from) >= 0, is_on_card = card_device_of(to) >= 0;
+  if (is_on_card && !was_on_card) card_sent(to);
+  if (was_on_card && !is_on_card) card_read_back(to, from, bytes);
   OK;
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {

@@ -75,6 +75,43 @@ def test_two_cards_share_the_steps_under_torchrun(card, train):
     assert not (used[:, 0] & used[:, 1]).any()  # each process keeps to its card
 
 
+def test_gradients_of_two_cards_take_the_memory_of_one(card, train, tmp_path):
+    """They are views of the buckets that are added up, also when buckets are made anew."""
+    flags = ["--n_embd=256", "--dtype=bfloat16", "--compile=False", "--autofit=False"]
+    flags += ["--batch_size=2", "--gradient_accumulation_steps=4", "--max_iters=4"]
+    alone = train(*flags, on=card(folder=tmp_path / "1"))
+    both = train(*flags, on=card(folder=tmp_path / "2", devices=2), processes=2)
+    assert alone.code == both.code == 0, both
+    assert both.steps() == list(range(4))
+    gradient_bytes = 4 * 50304 * 256
+    assert both.peak_bytes < alone.peak_bytes + 0.5 * gradient_bytes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_two_cards_hold_a_part_of_the_model_each(card, train, dtype):
+    flags = ["--shard=True", "--recompute=block", f"--dtype={dtype}", "--n_layer=4"]
+    run = train(*flags, on=card(devices=2), processes=2, trace=card().folder / "trace")
+    assert run.code == 0, run
+    assert run.steps() == list(range(8))
+    assert {event["now"] for event in run.events("stage")} == {"eager"}
+    launched = (card().folder / "trace").read_text()
+    assert "ncclReduceScatter" in launched and "ncclAllGather" in launched
+
+
+def test_a_part_of_the_blocks_takes_a_part_of_their_memory(card, train, tmp_path):
+    """Weights, gradients and moments of blocks are halved; embeddings are gathered all along."""
+    flags = ["--n_layer=10", "--n_embd=512", "--dtype=bfloat16", "--compile=False"]
+    flags += ["--recompute=block", "--autofit=False", "--batch_size=1", "--max_iters=3"]
+    peaks = []
+    for shard in (False, True):
+        on = card(folder=tmp_path / str(shard), devices=2)
+        run = train(*flags, f"--shard={shard}", on=on, processes=2)
+        assert run.code == 0, run
+        peaks.append(run.peak_bytes)
+    block_bytes = 16 * 12 * 10 * 512**2
+    assert peaks[0] - peaks[1] > 0.3 * block_bytes
+
+
 def test_two_cards_share_muons_matrices(card, train, tmp_path):
     flags = ["--arch=modern", "--optimizer=muon", "--bias=True", "--dtype=float16"]
     several = {"on": card(devices=2), "processes": 2, "trace": tmp_path / "trace"}
@@ -84,7 +121,8 @@ def test_two_cards_share_muons_matrices(card, train, tmp_path):
     # Each process sends the other what it has orthogonalised: of attention's four matrices two, of
     # the MLP's two one, in each step.
     launched = (tmp_path / "trace").read_text().splitlines()
-    assert launched.count("ncclBcast") == 8 * 2 * 2
+    shared = 8 * 2 * 2
+    assert launched.count("ncclBcast") == shared + 2  # and which gradients go into which bucket
 
 
 def test_memory_limit_and_reserve_bound_the_run(card, train):

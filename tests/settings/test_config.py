@@ -556,6 +556,18 @@ def test_impossible_values_are_refused_with_the_bound(flag, reason):
     assert message(settings, flag) == reason
 
 
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--optimizer=muon", "Muon makes whole matrices orthogonal, and no process has one"),
+        ("--optimizer_bits=8", "8-bit moments have scales in common"),
+    ],
+)
+def test_what_needs_a_whole_model_is_refused_where_processes_hold_parts(flag, reason):
+    settings(flag)
+    assert message(settings, flag, "--shard=True").endswith(reason)
+
+
 def test_two_lengths_are_refused_but_a_file_may_have_the_other(tmp_path):
     for name in ("max_iters", "lr_decay_iters"):
         told = message(settings, "--hours=2", f"--{name}=9")
