@@ -1,11 +1,12 @@
 # make demo: watch a small GPT learn.  make test: see it proven.  Both need only Python 3.11+.
 PYTHON ?= python3
 BIN := .venv/bin
+BENCH := .venv-bench/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SHARD ?= data/sample/sample.parquet
 
-.PHONY: help demo test test-all test-card run-test-card fuzz soak audit lint bench-train-step bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-report bench-startup bench-autofit bench-prepare bench-prepare-kinds bench-prepare-large pictures clean
+.PHONY: help demo test test-all test-card run-test-card fuzz soak audit lint bench bench-train-step bench-loop bench-loss bench-generate bench-memory bench-kernels bench-roofline bench-cards bench-recipe bench-muon bench-report bench-startup bench-autofit bench-prepare bench-prepare-kinds bench-prepare-large pictures clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 24
@@ -83,8 +84,17 @@ audit: .venv-audit/installed .venv/installed-dev  ## look for unsafe code, and f
 	.venv-audit/bin/pip-audit --strict \
 		--path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-bench-train-step: .venv/installed  ## one training step, ours against nanoGPT's way
-	$(BIN)/python bench/train_step.py config/train_small_30m.py \
+bench: .venv-bench/installed  ## every benchmark, at a size that ends in 20 minutes, and the table of all figures
+	$(BENCH)/python bench/all.py
+
+bench-loop: .venv/installed  ## what a step costs besides its work, and the loader, beside nanoGPT's
+	$(BIN)/python bench/loop.py
+
+bench-loss: .venv/installed  ## the loss alone, every way torch has against ours
+	OMP_NUM_THREADS=1 $(BIN)/python bench/loss.py
+
+bench-train-step: .venv-bench/installed  ## one training step, ours against nanoGPT's way and other trainers' models
+	$(BENCH)/python bench/train_step.py config/train_small_30m.py \
 		--batch_size=12 --block_size=1024 --dtype=float32
 
 bench-generate: .venv/installed  ## sampling with and without the key-value cache
@@ -114,11 +124,11 @@ bench-report: .venv/installed-dev  ## the page of a run of 250,000 steps: to wri
 bench-startup: .venv/installed  ## how long one waits for --help, for a plan, for the demo's first step
 	$(BIN)/python bench/startup.py
 
-bench-autofit: .venv/installed-bench  ## finding a micro-batch, ours against accelerate's and others' ways
-	$(BIN)/python bench/autofit.py
+bench-autofit: .venv-bench/installed  ## finding a micro-batch, ours against accelerate's and others' ways
+	$(BENCH)/python bench/autofit.py
 
-bench-prepare: .venv/installed-extras  ## prepare SHARD=..., ours against nanoGPT's and llm.c's ways
-	$(BIN)/python bench/prepare.py $(SHARD)
+bench-prepare: .venv-bench/installed  ## prepare SHARD=..., ours against nanoGPT's and llm.c's ways
+	$(BENCH)/python bench/prepare.py $(SHARD)
 
 bench-prepare-kinds: .venv/installed  ## prepare SHARD=..., as JSON Lines and text beside parquet
 	$(BIN)/python bench/prepare_kinds.py $(SHARD)
@@ -160,8 +170,12 @@ clean:  ## remove what make demo made, but not the installed packages
 	$(INSTALL) -r requirements-extras.txt
 	touch $@
 
-.venv/installed-bench: .venv/installed requirements-bench.txt requirements-extras.txt
-	$(INSTALL) -r requirements-bench.txt
+# Of their own: peers want other versions than ours of what both need.
+.venv-bench/installed: requirements.txt requirements-extras.txt requirements-bench.txt
+	test -x $(BENCH)/python || $(PYTHON) -m venv .venv-bench
+	@echo "installing the peers of the benchmarks into .venv-bench (a few minutes)"
+	$(BENCH)/python -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
+	$(BENCH)/python -m pip install --quiet --disable-pip-version-check --no-deps 'litgpt>=0.5.13,<0.6'
 	touch $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt requirements-extras.txt

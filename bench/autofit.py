@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
+from bench.figures import Figure, record
 from model import GPT
 from nanofit.data.loader import random_micro_batches
 from nanofit.fit.fit import find_fit
@@ -94,6 +95,7 @@ def main() -> None:
     print_ways(cases)
     print_cases(cases, base_bytes)
     print_targets(cases)
+    keep_figures(cases)
 
 
 def parse() -> argparse.Namespace:
@@ -434,6 +436,22 @@ def print_targets(cases: list[Case]) -> None:
     ]
     for name, measured, wanted in rows:
         print(f"| {name} | {' | '.join(measured)} | {wanted} |")
+
+
+def keep_figures(cases: list[Case]) -> None:
+    """Ours beside each peer."""
+    trials = {
+        way: _mean(len(case.searches[way].trials) for case in cases) for way in (*OURS, *PEERS)
+    }
+    many, figures = f"{len(cases)} memory limits", []
+    for peer in PEERS:
+        name = f"trials to find the micro-batch under {many}, mean, {peer}"
+        figures.append(Figure(name, trials[OURS_COLD], trials[peer], peer))
+        exact = _exact(cases, OURS_COLD), _exact(cases, peer)
+        name = f"exact divisor found under {many}, {peer}"
+        figures.append(Figure(name, *exact, peer, is_less_better=False, out_of=len(cases)))
+    conditions = "1 thread a process, memory that really runs out"
+    record("autofit", figures, command="make bench-autofit", conditions=conditions)
 
 
 def _exact(cases: list[Case], way: str) -> int:

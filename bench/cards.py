@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from bench.figures import Figure, record
 from nanofit.fit.fit import Fit, find_fit
 from nanofit.fit.search import sizes_for
 from nanofit.fit.trial import TrialResult, trial_here
@@ -290,6 +291,17 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
         f"Forecasts are {errors[0]:+.2%} to {errors[-1]:+.2%} of what was allocated; "
         f"of the reserve they need {max(map(_used_reserve, fitting)):.0%} at most. "
         f"The next larger micro-batch fitted {len(missed)} times."
+    )
+    cards = len({row["card"] for row in rows})
+    what = f"{cards} cards × use by others × {len({row['config'] for row in rows})} configs"
+    record(
+        "cards",
+        [
+            Figure(f"{what}: the next larger fits", len(missed), out_of=len(fitting)),
+            Figure(f"{what}: a forecast's error", 100 * max(map(abs, errors)), unit="%"),
+        ],
+        command="make bench-cards",
+        conditions="torch's own CUDA allocator, no GPU",
     )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from bench.figures import Figure, record
 from nanofit.terminal import run_script
 
 SHAPE = dict(n_head=12, block_size=1024, vocab_size=50304, bias=False, dropout=0.0)
@@ -64,6 +66,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"{options.layers} layers, {options.width} wide, bfloat16, ", end="")
     print(f"{options.sequences} sequences of {SHAPE['block_size']}\n")
     results = {way: _count_on_a_card(options, way) for way in _ways(options)}
+    _record(options, results)
     for title, wanted in (("a step of two passes", "step"), ("one more pass", "pass")):
         print(f"| {title} | launches | {' | '.join(KINDS)} | GB | {' | '.join(KINDS)} | TFLOP |")
         print("|---" + "|--:" * (2 * len(KINDS) + 3) + "|")
@@ -73,6 +76,27 @@ def main(argv: Sequence[str]) -> None:
     print("| | peak of the allocator, GiB |\n|---|--:|")
     for way, result in results.items():
         print(f"| {way} | {result['peak_bytes'] / GIB:.2f} |")
+
+
+def _record(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Ours beside nanoGPT's, if its model was given."""
+    what = f"a step of two passes, {options.layers} layers, {options.width} wide"
+    figures = []
+    for stage in ("eager", "compiled"):
+        ours, nanogpts = (results.get(f"{whose}, {stage}") for whose in ("ours", "nanoGPT's"))
+        for name, unit, number in NUMBERS:
+            other = nanogpts and number(nanogpts)
+            whose = "nanoGPT's" if nanogpts else ""
+            figures.append(Figure(f"{what}, {stage}: {name}", number(ours), other, whose, unit))
+    how = {"command": "make bench-kernels NANOGPT=...", "conditions": "counted, no GPU"}
+    record("kernels", figures, **how)
+
+
+NUMBERS = (
+    ("launches", "", lambda one: sum(one["step"]["launches"].values())),
+    ("bytes moved", "GB", lambda one: sum(one["step"]["bytes"].values()) / GB),
+    ("peak of the allocator", "GiB", lambda one: one["peak_bytes"] / GIB),
+)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:

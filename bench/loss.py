@@ -1,6 +1,6 @@
 """The loss alone, forward and backward: every way torch has against ours, eager and compiled.
 
-    python bench/loss.py
+    python bench/loss.py [--quick]      # in float32 alone
 
 Times are CPU seconds, so that a busy machine matters little: medians of interleaved rounds in one
 process. Bytes are the peak of what a call holds besides its inputs, measured at two sizes and
@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 # Some virtual machines announce AMX without granting it.
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
+from bench.figures import Figure, record, take_quick
 from nanofit.learning import loss
 from nanofit.terminal import run_script
 
@@ -33,19 +34,49 @@ WIDE, FEW_TOKENS, MORE_TOKENS, MANY_TOKENS = 576, 2048, 3072, 16 * 1024  # for t
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def main(_: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
+    quick, _ = take_quick(argv)
+    dtypes = DTYPES[:1] if quick else DTYPES
     print(f"CPU, {torch.get_num_threads()} thread(s); vocabulary {VOCABULARY}\n")
-    print(f"| CPU s, {WIDTH} wide, {TOKENS} tokens | float32 | bfloat16 | float16 |")
-    print("|---|--:|--:|--:|")
-    by_dtype = [_seconds(dtype) for dtype in DTYPES]
+    print(f"| CPU s, {WIDTH} wide, {TOKENS} tokens | {' | '.join(map(_name, dtypes))} |")
+    print("|---" + "|--:" * len(dtypes) + "|")
+    by_dtype = [_seconds(dtype) for dtype in dtypes]
     for way in by_dtype[0]:
         cells = (f"{seconds[way]:.2f} ({_ratio(seconds, way):.2f} ×)" for seconds in by_dtype)
         print(f"| {way} | {' | '.join(cells)} |")
+    figures = [
+        Figure(
+            f"the loss in {stage}, {_name(dtype)}, {WIDTH} wide, {TOKENS} tokens: CPU time",
+            seconds[f"ours, {stage}"],
+            seconds[f"all logits, {stage}"],
+            "all logits",
+            "s",
+        )
+        for dtype, seconds in zip(dtypes, by_dtype, strict=True)
+        for stage in ("eager", "compiled")
+    ]
+    if not quick:
+        figures += _tell_bytes()
+    conditions = f"{torch.get_num_threads()} thread(s), medians of {ROUNDS} rounds in turns"
+    record("loss", figures, command="make bench-loss", conditions=conditions)
+
+
+def _tell_bytes() -> Iterator[Figure]:
     print(f"\n| {WIDE} wide, {MANY_TOKENS} tokens, bfloat16 | MiB |\n|---|--:|")
+    mib = {}
     for name, call in _ways(torch.bfloat16).items():
         few, more = (_peak_bytes(call, _inputs(WIDE, n)) for n in (FEW_TOKENS, MORE_TOKENS))
         per_token = (more - few) / (MORE_TOKENS - FEW_TOKENS)
-        print(f"| {name} | {(few + per_token * (MANY_TOKENS - FEW_TOKENS)) / 2**20:.0f} |")
+        mib[name] = (few + per_token * (MANY_TOKENS - FEW_TOKENS)) / 2**20
+        print(f"| {name} | {mib[name]:.0f} |")
+    for stage in ("eager", "compiled"):
+        what = f"the loss in {stage}, bfloat16, {WIDE} wide, {MANY_TOKENS} tokens: memory"
+        both = mib[f"ours, {stage}"], mib[f"all logits, {stage}"]
+        yield Figure(what, *both, "all logits", "MiB")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _ways(dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor, Tensor], None]]:

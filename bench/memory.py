@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
+from bench.figures import Figure, record
 from nanofit.fit.fit import ladder
 from nanofit.memory.savers import extra_time, savers_of
 from nanofit.memory.setup import Setup
@@ -33,6 +34,7 @@ CONFIGS = {
     "350M": "config/train_gpt2_medium_4070.py",
 }
 GIB, GB = 2**30, 10**9
+NANOGPTS = "nanoGPT's way"
 USABLE_BYTES = 11.2 * GIB
 # There was one: 3.5, which 39 would miss. It took nanoGPT's step for 15.90 GiB at 16 sequences; on
 # torch's allocator nanoGPT's own model takes 14.40 (bench/results/kernels.md), so that more fit.
@@ -46,20 +48,27 @@ def main(argv: Sequence[str]) -> None:
     usable = f"{USABLE_BYTES / GIB:.1f} GiB"
     print("| model | stage | way | GiB at its micro-batch | largest in " + usable + " | time |")
     print("|---|---|---|--:|--:|--:|")
+    figures = []
     for model in (name for name in CONFIGS if name in models):
         _, learn, _ = load_config([CONFIGS[model]])
         for compiled in (False, True):
             stage = "compiled" if compiled else "eager"
+            largest = {}
             for way, setup in _ways(_setup_of(CONFIGS[model], compiled=compiled)):
                 with console.status(f"{model}, {stage}, {way}"):
                     need = simulated_need(setup)
+                    largest[way] = need.largest(USABLE_BYTES)
                     time = "" if setup.returns_logits else f"{extra_time(setup):+.0%}"
                 print(
                     f"| {model} | {stage} | {way} | "
                     f"{need.at(learn.batch_size) / GIB:.2f} ({learn.batch_size}) | "
-                    f"{need.largest(USABLE_BYTES)} | {time} |",
+                    f"{largest[way]} | {time} |",
                     flush=True,
                 )
+            name = f"largest micro-batch in {usable}, {model}, {stage}, bf16, simulated"
+            both = largest["ours"], largest.get(NANOGPTS)
+            figures.append(Figure(name, *both, NANOGPTS, is_less_better=False))
+    record("memory", figures, command="make bench-memory", conditions="no card was asked")
     print("\n| target | simulated | met |\n|---|---|---|")
     for model in (name for name in TARGETS if name in models):
         for target, outcome, verdict in TARGETS[model]():
@@ -73,7 +82,7 @@ def _setup_of(config: str, *, compiled: bool) -> Setup:
 
 def _ways(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if not setup.shape.is_modern:
-        yield "nanoGPT's way", replace(setup, loss="full", returns_logits=True)
+        yield NANOGPTS, replace(setup, loss="full", returns_logits=True)
     yield "ours", setup
     yield from savers_of(setup)
 

@@ -1,6 +1,6 @@
 """What Muon costs: an update, batched and one matrix at a time as torch does it; and of a step.
 
-    python bench/muon.py
+    python bench/muon.py [--quick]      # one round, and no page
 
 The matrices are those of the fast config at a few layers. Times are medians of interleaved rounds,
 by the wall and by the CPU; the latter says more where there is other work. The share of a step is
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
+from bench.figures import Figure, record, take_quick
 from model import GPT
 from nanofit.data.loader import random_micro_batches
 from nanofit.files import PROJECT, atomic_write
@@ -34,6 +35,7 @@ from nanofit.terminal import run_script
 
 CONFIG, LAYERS = "config/train_fineweb_4070_fast.py", 2
 ROUNDS, SEQUENCES = 3, 1
+TORCHS = "torch's, one at a time, bfloat16"
 MOST_SHARE = 0.03  # of a step's FLOPs
 RATE, DECAY = 0.025, 0.05
 OUT = PROJECT / "bench/results/muon.md"
@@ -44,33 +46,50 @@ class Seconds(NamedTuple):
     cpu: float
 
 
-def main(_: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
+    quick, _ = take_quick(argv)
+    rounds = 1 if quick else ROUNDS
     shape, learn, _ = load_config([CONFIG])
     lines = [
         "# What Muon costs",
         "",
         f"`make bench-muon`, on the CPU: the matrices of `{CONFIG}` at {LAYERS} of its "
         f"{shape.n_layer} layers.",
-        f"Medians of {ROUNDS} interleaved rounds, by the wall and by the time of all threads.",
+        f"Medians of {rounds} interleaved rounds, by the wall and by the time of all threads.",
         "",
     ]
-    measured = {threads: _measure(replace(shape, n_layer=LAYERS), threads) for threads in (1, 2)}
+    shallow = replace(shape, n_layer=LAYERS)
+    measured = {threads: _measure(shallow, threads, rounds) for threads in (1, 2)}
     lines += [*_update_table(measured), "", *_share_table(shape, learn.muon_steps, measured)]
     told = "\n".join(lines) + "\n"
     print(told)
+    _record(shape, learn.muon_steps, measured, rounds)
+    if quick:
+        return
     by_hand = OUT.read_text(encoding="utf-8").partition("## ") if OUT.exists() else ("", "", "")
     with atomic_write(OUT) as temporary:
         temporary.write_text(told + "\n" + "".join(by_hand[1:]), encoding="utf-8")
 
 
-def _measure(shape: GPTConfig, threads: int) -> dict[str, Seconds]:
+def _record(shape: GPTConfig, steps: int, measured: dict, rounds: int) -> None:
+    shares = 100 * _flops_share(shape, 524_288 // shape.block_size, steps), 100 * MOST_SHARE
+    figures = [Figure("Muon's share of a step's FLOPs, fast config", *shares, "limit", "%")]
+    for threads, by_way in measured.items():
+        both = by_way["batched, bfloat16"].cpu, by_way[TORCHS].cpu
+        name = f"Muon's update, bfloat16, {threads} thread(s): CPU time"
+        figures.append(Figure(name, *both, "torch.optim.Muon", "s"))
+    conditions = f"{LAYERS} layers, medians of {rounds} rounds in turns"
+    record("muon", figures, command="make bench-muon", conditions=conditions)
+
+
+def _measure(shape: GPTConfig, threads: int, rounds: int) -> dict[str, Seconds]:
     """Of each way to update, and of a pass."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = GPT(shape)
     ways = {**_updates(model), "pass": _pass_of(model)}
     spent = {way: [] for way in ways}
-    for round_ in range(1 + ROUNDS):  # the first is for warming up
+    for round_ in range(1 + rounds):  # the first is for warming up
         for way, prepare in ways.items():
             work = prepare()
             wall, cpu = time.perf_counter(), time.process_time()
@@ -101,7 +120,7 @@ def _updates(model: GPT) -> dict[str, Callable[[], Callable[[], None]]]:
         ns_coefficients=COEFFICIENTS[5],
         ns_steps=5,
     )
-    return {"torch's, one at a time, bfloat16": _update(torchs), **ways}
+    return {TORCHS: _update(torchs), **ways}
 
 
 def _matrices(model: GPT) -> Iterator[Tensor]:
@@ -135,7 +154,7 @@ def _update_table(measured: dict[int, dict[str, Seconds]]) -> Iterator[str]:
     yield "| an update of the matrices | threads | s | CPU s | × torch's | × torch's CPU s |"
     yield "|---|--:|--:|--:|--:|--:|"
     for threads, by_way in measured.items():
-        torchs = by_way["torch's, one at a time, bfloat16"]
+        torchs = by_way[TORCHS]
         for way, seconds in by_way.items():
             if way != "pass":
                 ratios = (one / base for one, base in zip(seconds, torchs, strict=True))

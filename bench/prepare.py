@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import prepare_fineweb
+from bench.figures import Figure, record
 from nanofit.data.tokenizer import END_OF_TEXT, fast_encoder, gpt2, reference_encoder
 
 CORES = os.cpu_count()
@@ -49,6 +50,13 @@ def main() -> None:
         for route, runs in times.items()
     }
     print_table(medians, tokens)
+    name = f"{tokens / 1e6:.0f}M tokens of English to bins"
+    record(
+        "prepare",
+        [Figure(f"{name}, {way}", medians[OURS][0], medians[way][0], way, "s") for way in PEERS],
+        command="make bench-prepare SHARD=...",
+        conditions=f"{CORES} cores, medians of {arguments.rounds} rounds in turns",
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -198,7 +206,7 @@ def llmc_tokenize(row: dict) -> np.ndarray:
     return tokens.astype(np.uint16)
 
 
-NANOGPT, LLMC = "nanoGPT: datasets.map", "llm.c: Pool.imap"
+NANOGPT, LLMC = PEERS = "nanoGPT: datasets.map", "llm.c: Pool.imap"
 OURS, OURS_TIKTOKEN = "prepare_fineweb.py", "prepare_fineweb.py --encoder tiktoken"
 OURS_TIKTOKEN_ONE = "prepare_fineweb.py --encoder tiktoken --workers 1"
 BARE_READ, BARE_ENCODER = "bare parquet read, one core", "bare fastokens, all cores"

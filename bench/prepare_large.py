@@ -20,6 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.figures import Figure, record  # noqa: E402
+
 DOCUMENT_BYTES = 3000  # FineWeb's mean
 LONG_BYTES = 50_000_000
 
@@ -36,6 +39,13 @@ def main() -> int:
         return 0
     print("| shard | text MB | encoder | seconds | MB/s | peak MB |\n|---|--:|---|--:|--:|--:|")
     peaks = [peak for case in CASES for peak in measure(case, arguments)]
+    name = "peak memory for any shard, a 50 MB document included"
+    record(
+        "prepare_large",
+        [Figure(name, max(peaks) / 1000, arguments.limit_mb / 1000, "limit", "GB")],
+        command="make bench-prepare-large",
+        conditions=f"{len(CASES)} shards, the large ones of {arguments.gigabytes:g} GB of text",
+    )
     return int(max(peaks) > arguments.limit_mb)
 
 

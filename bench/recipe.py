@@ -8,8 +8,8 @@ arm finds its learning rate at a quarter of the full length, at which its decay 
 it runs at half and at full length, the latter with three seeds: tokens needed are never read off
 one curve. Then each part of the modern recipe is left out once, and each of a second tier added,
 at a quarter of the length.
-What is finished is kept in results/recipe.json and told in results/recipe.md. Where there is no
-English, nor a text is named, the sample generator's is learned.
+What is finished is kept in results/recipe/runs.json and told in results/recipe.md. Where there is
+no English, nor a text is named, the sample generator's is learned.
 """
 
 import argparse
@@ -63,7 +63,7 @@ CURVE_POINTS = 40
 
 def main(argv: Sequence[str]) -> None:
     asked = _parse(argv)
-    path = RESULTS / "recipe.json"
+    path = RESULTS / "recipe/runs.json"
     if asked.report:
         report(Results(path), RESULTS)
         return

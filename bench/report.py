@@ -19,6 +19,7 @@ from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.figures import Figure, record  # noqa: E402
 from tests.report.stories import whole_run  # noqa: E402
 
 STEPS = 250_000
@@ -36,15 +37,27 @@ def main() -> None:
         command = [sys.executable, ROOT / "report.py", folder, "--quiet"]
         _, status, usage = os.wait4(subprocess.Popen(command).pid, 0)
         assert status == 0
+        seconds = time.monotonic() - started
         print(f"{STEPS:,} steps, {metrics.stat().st_size / 1e6:.0f} MB of metrics.jsonl")
-        print(
-            f"write  {time.monotonic() - started:.1f} s, of them {usage.ru_utime:.1f} s computing"
-        )
+        print(f"write  {seconds:.1f} s, of them {usage.ru_utime:.1f} s computing")
         print(f"memory {usage.ru_maxrss / 1024:.0f} MiB at its peak")
         page = Path(folder) / "report.html"
-        print(f"page   {page.stat().st_size / 1e6:.2f} MB")
-        seconds, computing = _seconds_to_open(page)
-        print(f"open   {seconds:.2f} s, of them {computing:.2f} s computing")
+        page_mb = page.stat().st_size / 1e6
+        open_s, computing_s = _seconds_to_open(page)
+        print(f"page   {page_mb:.2f} MB")
+        print(f"open   {open_s:.2f} s, of them {computing_s:.2f} s computing")
+        what = f"the report of {STEPS:,} steps"
+        record(
+            "report",
+            [
+                Figure(f"{what}: to write", seconds, unit="s"),
+                Figure(f"{what}: its size", page_mb, unit="MB"),
+                Figure(f"{what}: to open", open_s, unit="s"),
+                Figure(f"{what}: to open, computing", computing_s, unit="s"),
+            ],
+            command="make bench-report",
+            conditions=f"chromium, opened {ROUNDS} times, the median",
+        )
 
 
 def _write(metrics: Path) -> None:

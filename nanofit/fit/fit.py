@@ -30,6 +30,7 @@ MOST_RETRIES = 3  # of the allocator: in a trial, or between two looks of a run
 HOPELESS = 1.12  # times what is usable: of one short sequence a forecast is up to 10 % too high
 GOOD_AS_FASTEST = 0.98  # of the best measured speed
 CLIFF = 0.5  # of the speed of a smaller micro-batch: memory has spilled to the host
+AMPLE = 0.5  # of what is usable: what needs no more than that is not tried again once compiled
 MOST_SPILLED_BYTES = 64 * MIB  # what drivers count differently is no spill
 
 
@@ -119,14 +120,17 @@ class Fit:
             f"{stage.size} × {-(-sequences // stage.size)} {name}" for name, stage in stages
         )
         yield f"why     {self._savers_text()}" + "; ".join(
-            f"{name} needs {stage.peak_bytes / MIB:,.0f} of {self.limit_bytes / MIB:,.0f} MiB, "
-            f"{stage.why}"
-            for name, stage in stages
+            f"{name} {self._need_text(stage)}{stage.why}" for name, stage in stages
         )
         trials = sum(stage.trials for _, stage in stages)
         source = "remembered from" if self.is_remembered else "proven by"
         many = "s" if trials > 1 else ""
         yield f"sure    {source} {trials} trial{many} of two real steps, {self.seconds:.0f} s"
+
+    def _need_text(self, stage: StageFit) -> str:
+        if stage.peak_bytes is None:
+            return ""
+        return f"needs {stage.peak_bytes / MIB:,.0f} of {self.limit_bytes / MIB:,.0f} MiB, "
 
     def _savers_text(self) -> str:
         return "" if self.savers == Savers() else f"with {_told(self.savers)}: "
@@ -263,7 +267,10 @@ class _Fitter:
             eager, *compiled = self._stages(rung)
             eager_fit = self._prove(eager, base_bytes, limit_bytes)
             if eager_fit.size:
-                compiled_fit = compiled and self._prove_compiled(*compiled, base_bytes, limit_bytes)
+                compiled_fit = compiled and (
+                    self._ample(*compiled, eager_fit, base_bytes, limit_bytes)
+                    or self._prove_compiled(*compiled, base_bytes, limit_bytes)
+                )
                 return Fit(eager_fit, compiled_fit or None, rung, limit_bytes)
         raise InputError(self._what_would_fit(rungs[-1], base_bytes, limit_bytes))
 
@@ -282,6 +289,20 @@ class _Fitter:
         can_quantize = find_spec("torchao") is not None and self._run.on_spike != "skip"
         higher = rungs[position + 1 :]
         return [given, *(rung for rung in higher if rung.optimizer_bits == 32 or can_quantize)]
+
+    def _ample(
+        self, setup: Setup, eager: StageFit, base_bytes: int, limit_bytes: int
+    ) -> StageFit | None:
+        """The whole step at once, where that is so far from the limit that nothing is to be proven.
+
+        A trial would compile, for which one would wait. The run tries what it has compiled anyway.
+        """
+        whole, most_bytes = self._sizes()[-1], AMPLE * limit_bytes
+        needs_bytes = max(need_of(setup).at(whole) + base_bytes, eager.peak_bytes)
+        is_whole = eager.size == whole and self._run.autofit_goal != "fastest"
+        if not is_whole or needs_bytes > most_bytes:
+            return None
+        return StageFit(whole, why="is the whole step too, and needs no trial")
 
     def _prove_compiled(self, setup: Setup, base_bytes: int, limit_bytes: int) -> StageFit | None:
         """None where it does not work out: the run will find that out for itself, and go on."""

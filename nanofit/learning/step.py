@@ -32,7 +32,7 @@ def train_step(
 
     Nothing here waits for the device. Dropout depends on `seed` alone.
     """
-    torch.manual_seed(seed)
+    device.seed(seed)
     with ranks.all_or_none(), engine.passes(model, micro_batches) as (forward, batches):
         loss = torch.zeros((), device=device.torch_device)
         for idx, targets, share in batches:

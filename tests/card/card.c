@@ -310,6 +310,16 @@ void card_launched(const char *name, const void *function) {
   pthread_mutex_unlock(&lock);
 }
 
+void card_waited(const char *call) {
+  card();
+  pthread_mutex_lock(&lock);
+  if (trace_file) {
+    fprintf(trace_file, "wait: %s\n", call);
+    fflush(trace_file);
+  }
+  pthread_mutex_unlock(&lock);
+}
+
 // ---------------------------------------------------------------- what is read back
 
 static float scalar;

@@ -43,6 +43,8 @@ int card_processes(int device, unsigned *pids, unsigned long long *used, int roo
 
 // A kernel was launched: the one of this name, or of this host function.
 void card_launched(const char *name, const void *function);
+// The host asked to wait for the device.
+void card_waited(const char *call);
 void card_name_kernel(const void *function, const char *name);
 
 // What a copy from the device to the host shall find, as kernels left nothing there; but what a copy

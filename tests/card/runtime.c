@@ -53,7 +53,9 @@ cudaError_t cudaSetDevice(int device) {
 }
 cudaError_t cudaDriverGetVersion(int *version) { *version = card()->driver; OK; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = VERSION; OK; }
-cudaError_t cudaDeviceSynchronize(void) { OK; }
+cudaError_t cudaDeviceSynchronize(void) { card_waited("cudaDeviceSynchronize"); OK; }
+cudaError_t cudaStreamSynchronize(cudaStream_t s) { card_waited("cudaStreamSynchronize"); OK; }
+cudaError_t cudaEventSynchronize(cudaEvent_t e) { card_waited("cudaEventSynchronize"); OK; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
   if (least) *least = 0;
   if (greatest) *greatest = -5;
@@ -176,6 +178,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
   OK;
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
+  card_waited("cudaMemcpy");
   return cudaMemcpyAsync(to, from, bytes, kind, 0);
 }
 cudaError_t cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t bytes, cudaStream_t s) {

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from model import GPT
+from nanofit.run.stages import TIMED_STEPS
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import parse_size
 from tests.card.harness import CONTEXT_MIB, MIB
@@ -30,6 +31,33 @@ def test_deterministic_runs_add_up_embeddings_in_an_order(train, tmp_path, is_as
     assert run.events("stage")[1]["now"] == "compiled"
     launched = (tmp_path / "trace").read_text()
     assert bool(re.search(r"indexing_backward_kernelIfLi\d", launched)) == is_asked
+
+
+MOST_THERE_IS = "--arch=modern --bias=True --optimizer=muon --dtype=float16 --on_spike=skip"
+
+
+@pytest.mark.parametrize("flags", ["", MOST_THERE_IS], ids=["plain", "most there is"])
+def test_host_waits_only_to_time_a_stage_and_to_print(train, tmp_path, flags):
+    """Whatever else a step does beside its kernels, the device never stands idle for it."""
+    steps, printed = 40, 30
+    lengths = [f"--max_iters={steps}", f"--log_interval={printed}", "--eval_interval=1000"]
+    lengths.append("--decay_lr=False")  # where a decay begins, the run is saved
+    run = train(*lengths, "--compile=False", *flags.split(), trace=tmp_path / "trace")
+    assert run.code == 0, run
+    waits = waits_by_step((tmp_path / "trace").read_text().splitlines(), steps)
+    assert waits[printed] > 0 and min(waits[:TIMED_STEPS]) > 0
+    assert [step for step in range(TIMED_STEPS + 1, steps - 1) if waits[step]] == [printed]
+
+
+def waits_by_step(trace: list[str], steps: int) -> list[int]:
+    """How often the host waited from the end of each step's update to that of the next."""
+    updates = sum("FusedAdam" in line for line in trace)
+    assert updates and updates % steps == 0
+    waits, done = [0] * (steps + 1), 0
+    for line in trace:
+        done += "FusedAdam" in line
+        waits[max(done * steps // updates - 1, 0)] += line.startswith("wait: ")
+    return waits
 
 
 def test_card_without_bfloat16_takes_float16_and_says_so(card, train):

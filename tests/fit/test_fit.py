@@ -87,11 +87,33 @@ def test_ladder_begins_with_what_is_given_and_leaves_out_what_is_not_possible():
 def test_broken_compiler_costs_the_compiled_size_and_not_the_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("CXX", "/bin/false")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    fit = find(memory_limit="3GB", compile=True)
+    # By speed sizes are compared, so that there is a trial however much room there is.
+    fit = find(memory_limit="3GB", compile=True, autofit_goal="fastest")
     assert fit.eager.size > 0
     assert fit.compiled is None
     assert fit.plan(compile_after=7).compiled_size == fit.eager.size
     assert "no size for the compiled stage: a trial failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("room", "goal", "is_tried"),
+    [(2.1, "largest", False), (1.9, "largest", True), (2.1, "fastest", True)],
+)
+def test_whole_step_far_from_the_limit_is_not_compiled_for_a_trial(room, goal, is_tried):
+    tried = set()
+
+    def trial(setup, size, **_):
+        if not size:
+            return TrialResult(used_bytes=8 * MIB)
+        tried.add(setup.compiled)
+        return TrialResult(peak_bytes=need_of(setup).at(size) + 8 * MIB, tokens_per_s=1.0)
+
+    needed = need_of(Setup(SHAPE, dtype="float32")).at(96) + 8 * MIB
+    run = replace(RUN, compile=True, memory_limit=str(int(room * needed)), autofit_goal=goal)
+    fit = find_fit(Settings(SHAPE, LEARN, run), DEVICE, Ranks(), trial=trial)
+    assert tried == ({False, True} if is_tried else {False})
+    assert fit.plan(compile_after=7).compiled_size == (24 if goal == "fastest" else 96)
+    assert ("needs no trial" in " ".join(fit.lines(96))) != is_tried
 
 
 @pytest.mark.slow

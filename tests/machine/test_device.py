@@ -307,3 +307,11 @@ def test_number_that_is_peeked_at_is_the_one_it_was_then():
     peek = describe_device("cpu").peek(number)
     number += 1
     assert peek.ready() and peek.value() == 2.5 != number.item()
+
+
+def test_seed_gives_the_draws_that_torchs_own_does():
+    device, seed = describe_device("cpu"), 2**64 - 1
+    torch.manual_seed(seed)
+    expected = torch.rand(8)
+    device.seed(seed)
+    assert torch.equal(torch.rand(8), expected)
