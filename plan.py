@@ -20,22 +20,21 @@ from rich.table import Table
 from rich.text import Text
 
 from nanofit.fit.search import sizes_for
-from nanofit.machine.cards import known_card
 from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
-from nanofit.outlook.forecast import COMPILE_GAIN, Forecast
+from nanofit.outlook.forecast import Forecast
 from nanofit.outlook.plan import (
     BIN_BYTES_PER_TOKEN,
     Plan,
-    Speed,
     find_data,
+    measured_speed,
     optimal_tokens_of,
     speed_of_card,
     within_budget,
 )
 from nanofit.outlook.scaling import FADING_EPOCHS, FEWEST_TOKENS, LIKE_NEW_EPOCHS
-from nanofit.settings.config import Settings, load_config
+from nanofit.settings.config import load_config
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import FlagParser, InputError, compact, duration, run_script
 
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     if not any(budget.values()):
         budget["hours"] = settings.learn.hours
     data = find_data(settings, unique_tokens=asked.unique_tokens, shard=asked.shard)
-    speed = speed_of_card(asked.gpu, settings) if asked.gpu else _measure(settings)
+    speed = speed_of_card(asked.gpu, settings) if asked.gpu else measured_speed(settings)
     plan = Plan(
         words=tuple(rest),
         settings=within_budget(settings, data, speed, **budget),
@@ -70,21 +69,6 @@ def main(argv: Sequence[str]) -> None:
         print(json.dumps(plan.as_json(), indent=2))
     else:
         _print(plan)
-
-
-def _measure(settings: Settings) -> Speed:
-    from nanofit.fit.speed import measure_speed  # and torch, which takes seconds to load
-
-    measured = measure_speed(settings)
-    device, tokens_per_s = measured.device, measured.tokens_per_s
-    source = (
-        f"measured here: {device.name}, {device.precision}, real training steps on micro-batches "
-        f"of {measured.micro_batch_size} × {settings.shape.block_size} random tokens"
-    )
-    if device.type == "cuda" and settings.run.compile:
-        source += f", × {COMPILE_GAIN} for torch.compile (published: 1.5 to 1.85)"
-        tokens_per_s *= COMPILE_GAIN
-    return Speed(tokens_per_s, known_card(device.name), source)
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from nanofit.data.parquet import find_shards, mean_token_count, open_shards
 from nanofit.data.tokens import open_bins
-from nanofit.machine.cards import Card, find_card
+from nanofit.machine.cards import Card, find_card, known_card
 from nanofit.outlook.forecast import (
     COMPILE_GAIN,
     PUBLISHED_RUNS,
@@ -17,7 +17,7 @@ from nanofit.outlook.forecast import (
     reached_share,
     step_of,
 )
-from nanofit.outlook.roofline import seconds_by_part
+from nanofit.outlook.roofline import Step, seconds_by_part
 from nanofit.outlook.scaling import (
     FADING_EPOCHS,
     FEWEST_TOKENS,
@@ -265,14 +265,7 @@ def _count_shards(given: str) -> Data:
 
 
 def speed_of_card(name: str, settings: Settings) -> Speed:
-    card, (shape, learn, run) = find_card(name), settings
-    step = step_of(
-        shape,
-        run.loss,
-        micro_batch_size=learn.batch_size,
-        sequences_per_step=learn.sequences_per_step,
-        muon_steps=learn.newton_schulz_steps,
-    )
+    card, run, step = find_card(name), settings.run, _step_of(settings)
     parts = seconds_by_part(step, peak_flops=card.peak_flops, bytes_per_s=card.bytes_per_s)
     shares = ", ".join(
         f"{part} {seconds / sum(parts.values()):.0%}" for part, seconds in parts.items()
@@ -287,7 +280,39 @@ def speed_of_card(name: str, settings: Settings) -> Speed:
     )
     if not run.compile:
         source += f"; without torch.compile {COMPILE_GAIN} × slower (published: 1.5 to 1.85)"
-    return Speed(predicted_tokens_per_s(card, step, compiled=run.compile), card, source)
+    return Speed(tokens_per_s_of(card, settings), card, source)
+
+
+def tokens_per_s_of(card: Card, settings: Settings) -> float:
+    """Of a card that learns so, in micro-batches of batch_size."""
+    return predicted_tokens_per_s(card, _step_of(settings), compiled=settings.run.compile)
+
+
+def _step_of(settings: Settings) -> Step:
+    shape, learn, run = settings
+    return step_of(
+        shape,
+        run.loss,
+        micro_batch_size=learn.batch_size,
+        sequences_per_step=learn.sequences_per_step,
+        muon_steps=learn.newton_schulz_steps,
+    )
+
+
+def measured_speed(settings: Settings, *, at_most_s: float = math.inf) -> Speed:
+    """Of this machine, by a trial of real steps."""
+    from nanofit.fit.speed import measure_speed  # and torch, which takes seconds to load
+
+    measured = measure_speed(settings, at_most_s=at_most_s)
+    device, tokens_per_s = measured.device, measured.tokens_per_s
+    source = (
+        f"measured here: {device.name}, {device.precision}, real training steps on micro-batches "
+        f"of {measured.micro_batch_size} × {settings.shape.block_size} random tokens"
+    )
+    if device.type == "cuda" and settings.run.compile:
+        source += f", × {COMPILE_GAIN} for torch.compile (published: 1.5 to 1.85)"
+        tokens_per_s *= COMPILE_GAIN
+    return Speed(tokens_per_s, known_card(device.name), source)
 
 
 def within_budget(

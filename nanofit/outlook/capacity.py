@@ -1,0 +1,114 @@
+"""What a machine can do, for any settings: how fast it learns, and how much fits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from nanofit.machine.cards import find_card, known_card
+from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
+from nanofit.memory.need import need_of
+from nanofit.memory.setup import Setup
+from nanofit.outlook.plan import Speed, speed_of_card, tokens_per_s_of
+from nanofit.settings.config import RunConfig, Settings
+from nanofit.settings.shape import GPTConfig
+from nanofit.terminal import parse_size
+
+TOKENS_OF_A_PASS = 16_384  # beyond it little is gained
+BYTES_PER_PARAMETER = 12  # at least: weight, gradient, one moment
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Of a machine, by what is published of its card or what was measured."""
+
+    name: str
+    tokens_per_s: Callable[[Settings], float] | None  # of a process; None: it has to be measured
+    speed: Callable[[Settings], Speed] | None  # the same, with its source
+    room_bytes: int | None  # for the tensors of a step; None: no limit is known
+    dtype: str
+    has_flash: bool = True
+    gpu: str | None = None  # the card asked for; None: what is here
+    processes: int = 1
+
+    def largest_micro_batch(self, settings: Settings, sequences: int) -> int:
+        """That cuts so many sequences evenly and fits without savers; 0 if not even one fits."""
+        most = max(TOKENS_OF_A_PASS // settings.shape.block_size, 1)
+        sizes = [size for size in range(min(most, sequences), 0, -1) if sequences % size == 0]
+        if self.room_bytes is None:
+            return sizes[0]
+        if BYTES_PER_PARAMETER * settings.shape.parameters > self.room_bytes:
+            return 0
+        fitting = (size for size in sizes if self.needed_bytes(settings, size) <= self.room_bytes)
+        return next(fitting, 0)
+
+    def needed_bytes(self, settings: Settings, micro_batch_size: int) -> int:
+        """The peak of a step, eager and compiled, by the account of its tensors."""
+        shape, learn, run = settings
+        eager = Setup(
+            shape,
+            dtype=self.dtype,
+            loss=run.loss,
+            recompute=run.recompute,
+            activation_memory_budget=run.activation_memory_budget,
+            optimizer=learn.optimizer,
+            optimizer_bits=run.optimizer_bits,
+            has_flash=self.has_flash,
+            deterministic=run.deterministic,
+        )
+        setups = (eager, replace(eager, compiled=True))[: 1 + run.compile]
+        return max(need_of(setup).at(micro_batch_size) for setup in setups)
+
+    def with_speed_of(self, shape: GPTConfig, measured: Speed) -> "Capacity":
+        """The same, computing as many FLOP/s for any shape as were measured for one."""
+        flops_per_s = measured.tokens_per_s * shape.flops_per_token
+
+        def tokens_per_s(settings: Settings) -> float:
+            return flops_per_s / settings.shape.flops_per_token
+
+        def speed(settings: Settings) -> Speed:
+            source = measured.source
+            if settings.shape != shape:
+                source += (
+                    f" for {shape.n_layer} layers, {shape.n_embd} wide; as many FLOP/s are assumed "
+                    "for this model"
+                )
+            return Speed(tokens_per_s(settings), measured.card, source)
+
+        return replace(self, tokens_per_s=tokens_per_s, speed=speed)
+
+
+def capacity_of(gpu: str, run: RunConfig) -> Capacity:
+    """Of a card by its name."""
+    return Capacity(
+        find_card(gpu).name,
+        partial(tokens_per_s_of, find_card(gpu)),
+        partial(speed_of_card, gpu),
+        _room_bytes(gpu, run),
+        dtype_of(gpu, run),
+        has_flash_on(gpu, run),
+        gpu,
+    )
+
+
+def capacity_here(run: RunConfig, processes: int = 1) -> Capacity:
+    """Of this machine; its speed where that of its card is published."""
+    from nanofit.machine.device import describe_device  # and torch, which takes seconds to load
+
+    device = describe_device(run.device, run.dtype)
+    card = known_card(device.name) if device.precision != "float32" else None
+    return Capacity(
+        device.name,
+        card and partial(tokens_per_s_of, card),
+        card and partial(speed_of_card, card.name),
+        _room_bytes(None, run),
+        device.precision,
+        device.has_flash,
+        processes=processes,
+    )
+
+
+def _room_bytes(gpu: str | None, run: RunConfig) -> int | None:
+    budget = budget_of(gpu, None, run)
+    if budget:
+        return budget.limit_bytes - budget.overhead.library_bytes
+    return run.memory_limit and parse_size(run.memory_limit)
