@@ -10,7 +10,6 @@ from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
 from nanofit.outlook.plan import Speed, speed_of_card, tokens_per_s_of
 from nanofit.settings.config import RunConfig, Settings
-from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import parse_size
 
 TOKENS_OF_A_PASS = 16_384  # beyond it little is gained
@@ -58,19 +57,25 @@ class Capacity:
         setups = (eager, replace(eager, compiled=True))[: 1 + run.compile]
         return max(need_of(setup).at(micro_batch_size) for setup in setups)
 
-    def with_speed_of(self, shape: GPTConfig, measured: Speed) -> "Capacity":
-        """The same, computing as many FLOP/s for any shape as were measured for one."""
-        flops_per_s = measured.tokens_per_s * shape.flops_per_token
+    def with_speed_of(self, timed: Settings, measured: Speed) -> "Capacity":
+        """The same, for any model as many FLOP/s and updates as fast as were measured for one."""
+        tokens = timed.learn.sequences_per_step * timed.shape.block_size
+        passes_s = tokens / measured.tokens_per_s - measured.update_s
+        flops_per_s = tokens * timed.shape.flops_per_token / passes_s
+        update_s = measured.update_s / timed.shape.parameters  # of each
 
         def tokens_per_s(settings: Settings) -> float:
-            return flops_per_s / settings.shape.flops_per_token
+            shape, learn, _ = settings
+            pass_s = shape.flops_per_token / flops_per_s  # of each token
+            tokens = learn.sequences_per_step * shape.block_size
+            return 1 / (pass_s + update_s * shape.parameters / tokens)
 
         def speed(settings: Settings) -> Speed:
             source = measured.source
-            if settings.shape != shape:
+            if settings.shape != timed.shape:
                 source += (
-                    f" for {shape.n_layer} layers, {shape.n_embd} wide; as many FLOP/s are assumed "
-                    "for this model"
+                    f" for {timed.shape.n_layer} layers, {timed.shape.n_embd} wide; as many FLOP/s "
+                    "are assumed for this model"
                 )
             return Speed(tokens_per_s(settings), measured.card, source)
 

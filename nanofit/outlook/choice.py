@@ -5,6 +5,7 @@ least loss in that time; the smallest of them is taken. What was given stays as 
 """
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from nanofit.outlook.scaling import (
     suited_tokens_per_step,
     trend,
 )
-from nanofit.settings.config import Settings, flatten, given_names, load_config
+from nanofit.settings.config import Settings, given_values, load_config
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import InputError, compact, duration
 
@@ -41,9 +42,10 @@ FEWEST_STEPS, FEWEST_SEQUENCES = 300, 4  # of a run, and of its steps
 FEW_TOKENS = 2**15  # of a step, whose time twelve Newton-Schulz steps would add much to
 PLAIN_RATE, PLAIN_WIDTH, HIGHEST_RATE = 6e-4, 768, 1e-3  # GPT-3's rates fall as 1/width
 COMPILING_S = 600.0  # a run shorter than this does not get back what compiling takes
-EVALUATIONS, EVALUATED_SHARE = 12, 0.006  # of a run; each of them of so many of its sequences
+EVALUATIONS, EVALUATION_S = 12, 60.0  # of a run, no closer than that: each saves and samples
+EVALUATED_SHARE = 0.006  # of a run's sequences, at each of them
 FEWEST_EVALUATED, MOST_EVALUATED = 32, 1600
-TRIALS, TRIAL_SHARE = 3, 0.01  # of the speed, where it is not published; of the hours
+TRIALS, TRIAL_SHARE, SHORTEST_TRIAL_S = 3, 0.01, 3.0  # of unknown speed; of the hours
 
 
 class Recipe(NamedTuple):
@@ -87,14 +89,25 @@ class Reason(NamedTuple):
     why: str
     values: dict[str, Any]
 
+    def told(self) -> str:
+        values = ", ".join(f"{name} {value}" for name, value in self.values.items())
+        return f"{values}: {self.why}"
+
 
 @dataclass(frozen=True)
 class Choice:
     """A run that was chosen, in as many steps as the expected speed allows."""
 
+    words: tuple[str, ...]  # of the command line, without --model=auto
     plan: Plan
     reasons: tuple[Reason, ...]
+    taken: Candidate
     others: tuple[Candidate, ...]  # the next best
+
+    @property
+    def command(self) -> str:
+        """That chooses the same."""
+        return shlex.join(["python", "train.py", AUTO, *self.words])
 
     def config(self) -> str:
         """A config file of it, with the reasons."""
@@ -106,6 +119,7 @@ class Choice:
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "command": self.command,
             "settings": {name: v for one in self.reasons for name, v in one.values.items()},
             "reasons": {one.topic: one.why for one in self.reasons},
             "others": [
@@ -127,8 +141,9 @@ def take_auto(argv: Sequence[str]) -> tuple[bool, list[str]]:
     return bool(asked), [word for word in argv if word not in asked]
 
 
-def check_asked(settings: Settings) -> None:
-    """Refuse what leaves nothing to choose by, or nothing to choose."""
+def read_asked(words: Sequence[str]) -> Settings:
+    """What is asked for, with any shape; InputError if there is nothing to choose, or to go by."""
+    settings = load_config([*words, *_any_shape(words)])
     if settings.learn.hours is None:
         raise InputError(f"{AUTO} chooses for a time: give --hours, as in --hours=5")
     if settings.run.init_from not in ("auto", "resume", "scratch"):
@@ -136,12 +151,23 @@ def check_asked(settings: Settings) -> None:
             f"{AUTO} chooses a new model, but --init_from={settings.run.init_from} brings its own; "
             "give one of them"
         )
+    return settings
+
+
+def _any_shape(words: Sequence[str]) -> Iterator[str]:
+    """Flags for what must suit a width or a number of heads that was given alone."""
+    given = given_values(words)
+    n_embd, n_head = given.get("n_embd"), given.get("n_head")
+    if n_head is None and n_embd is not None and n_embd > 0:
+        yield f"--n_head={_heads(n_embd)}"
+    elif n_embd is None and n_head is not None:
+        yield f"--n_embd={HEAD_WIDTHS[0] * n_head}"
 
 
 def data_for(words: Sequence[str], *, unique_tokens: int | None, shard: str | None) -> Data:
     """The data of a run to be chosen, which may have shorter blocks than any other."""
-    settings = load_config(words)
-    if "block_size" not in given_names(words):
+    settings = read_asked(words)
+    if "block_size" not in given_values(words):
         settings = settings._replace(shape=replace(settings.shape, block_size=BLOCK_SIZES[-1]))
     return find_data(settings, unique_tokens=unique_tokens, shard=shard)
 
@@ -151,15 +177,16 @@ def choose_here(words: Sequence[str], data: Data, processes: int = 1) -> Choice:
 
     Where no speed is published that of the choice is measured, and it is made again.
     """
-    asked = load_config(words)
-    check_asked(asked)
+    asked = read_asked(words)
     capacity = capacity_here(asked.run, processes)
     if capacity.speed:
         return choose(words, capacity, data)
     timed = _Question(words, capacity, data).smallest()
     for _ in range(TRIALS):
-        measured = measured_speed(timed, at_most_s=TRIAL_SHARE * 3600 * asked.learn.hours)
-        choice = choose(words, capacity.with_speed_of(timed.shape, measured), data)
+        measured = measured_speed(
+            timed, at_most_s=max(TRIAL_SHARE * 3600 * asked.learn.hours, SHORTEST_TRIAL_S)
+        )
+        choice = choose(words, capacity.with_speed_of(timed, measured), data)
         if choice.plan.shape == timed.shape:
             break
         timed = choice.plan.settings
@@ -168,7 +195,6 @@ def choose_here(words: Sequence[str], data: Data, processes: int = 1) -> Choice:
 
 def choose(words: Sequence[str], capacity: Capacity, data: Data) -> Choice:
     """The best run that these words of a command line allow."""
-    check_asked(load_config(words))
     return _Question(words, capacity, data).answer()
 
 
@@ -176,8 +202,8 @@ class _Question:
     """What was asked for, of which machine and data."""
 
     def __init__(self, words: Sequence[str], capacity: Capacity, data: Data):
-        self.words, self.capacity, self.data = words, capacity, data
-        self.asked, self.given = load_config(words), given_names(words)
+        self.words, self.capacity, self.data = tuple(words), capacity, data
+        self.asked, self.given = read_asked(words), given_values(words)
         self.hours = self.asked.learn.hours
 
     def answer(self) -> Choice:
@@ -191,13 +217,13 @@ class _Question:
         near = (one for one in good if one.loss <= best.loss + GOOD)
         taken = min(near, key=lambda one: one.shape.parameters)
         others = tuple(_others(good, taken))
-        return Choice(*self._told(taken, others, rough), others)
+        return Choice(self.words, *self._told(taken, others, rough), taken, others)
 
     def smallest(self) -> Settings:
         """What takes the least time to try."""
         base = self._base(self._recipes()[0], self._block_sizes()[-1])
         shape = min(self._shapes(base.shape), key=lambda shape: shape.parameters)
-        return _cut(base, shape, 1, FEWEST_SEQUENCES)
+        return _cut(base, shape, FEWEST_SEQUENCES, 2 * FEWEST_SEQUENCES)
 
     def _recipes(self) -> list[Recipe]:
         """Those that may be chosen; what was given may leave but one."""
@@ -217,7 +243,7 @@ class _Question:
     def _base(self, recipe: Recipe, block_size: int) -> Settings:
         """The settings that all candidates of a recipe have."""
         values = {**recipe._asdict(), "block_size": block_size, **self._compiling()}
-        return load_config([*self.words, *self._flags(values)])
+        return load_config([*self.words, *_any_shape(self.words), *self._flags(values)])
 
     def _compiling(self) -> dict[str, Any]:
         is_short = 3600 * self.hours < COMPILING_S
@@ -292,7 +318,7 @@ class _Question:
     def _sequences(self, one: Candidate) -> int:
         """Of a step: a power of two that suits the tokens of the run and leaves it enough steps."""
         learn, block_size = self.asked.learn, one.shape.block_size
-        if {"batch_size", "gradient_accumulation_steps"} <= self.given:
+        if {"batch_size", "gradient_accumulation_steps"} <= self.given.keys():
             return learn.sequences_per_step
         tokens = min(suited_tokens_per_step(one.tokens), one.tokens / FEWEST_STEPS)
         suited = 2 ** max(round(math.log2(tokens / block_size)), 0)
@@ -346,15 +372,13 @@ class _Question:
         return Plan(words, settings, self.data, speed, self.capacity.gpu)
 
     def _given(self) -> Reason:
-        everything = flatten(*self.asked)
-        values = {name: value for name, value in everything.items() if name in self.given}
-        return Reason("given", "by files or flags", values)
+        return Reason("given", "by files or flags", self.given)
 
     def _shape(self, taken: Candidate, others: Sequence[Candidate]) -> Reason:
         shape = taken.shape
         values = {name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd")}
         values["block_size"] = shape.block_size
-        why = f"{taken.told()} sees {compact(taken.tokens)} tokens in {self.hours:g} hours"
+        why = f"{taken.told()} sees {compact(taken.tokens)} tokens in {duration(3600 * self.hours)}"
         if taken.is_known:
             why += f"; of those within {GOOD} of the least loss the smallest"
         else:
@@ -383,10 +407,11 @@ class _Question:
 
     def _course(self, plan: Plan) -> Reason:
         learn, steps = plan.learn, plan.learn.max_iters
+        evaluations = min(max(3600 * self.hours / EVALUATION_S, 1), EVALUATIONS)
         evaluated = EVALUATED_SHARE * steps * learn.sequences_per_step
         evaluated = min(max(evaluated, FEWEST_EVALUATED), MOST_EVALUATED)
         values = {
-            "eval_interval": max(int(float(f"{steps / EVALUATIONS:.1g}")), 1),
+            "eval_interval": max(int(float(f"{steps / evaluations:.1g}")), 1),
             "eval_iters": max(round(evaluated / learn.batch_size), 1),
             "log_interval": min(max(steps // 100, 1), 10),
             **(self._compiling() or {"compile_after": min(max(steps // 50, 10), 100)}),
@@ -395,11 +420,11 @@ class _Question:
             plan.speed.source if plan.speed.card is None else f"expected of {plan.speed.card.name}"
         )
         why = (
-            f"about {steps:,} steps in {self.hours:g} hours at {compact(plan.speed.tokens_per_s)} "
+            f"about {steps:,} steps in {duration(3600 * self.hours)} at {compact(plan.speed.tokens_per_s)} "
             f"tokens/s, {where}; the speed that the run measures decides"
         )
         if self._compiling():
-            why += f"; compiling would not pay in {duration(3600 * self.hours)}"
+            why += f"; compiling would not pay"
         return Reason("course", why, values)
 
 
@@ -457,7 +482,7 @@ def _rates(plan: Plan) -> Reason:
         rate = min(PLAIN_RATE * PLAIN_WIDTH / plan.shape.n_embd * by_batch, HIGHEST_RATE)
         rate = float(f"{rate:.2g}")
         decay = learn.weight_decay if plan.weight_decay is None else plan.weight_decay
-        values = {"learning_rate": rate, "min_lr": rate / 10, "weight_decay": decay}
+        values = {"learning_rate": rate, "min_lr": float(f"{rate / 10:.2g}"), "weight_decay": decay}
         values |= {"lr_schedule": "wsd", "warmup_iters": min(steps // 20, learn.warmup_iters)}
         return Reason(
             "rates", "GPT-3's by width, with √batch; decay by parameters for tokens", values

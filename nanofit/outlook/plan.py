@@ -50,6 +50,7 @@ class Speed(NamedTuple):
     tokens_per_s: float
     card: Card | None
     source: str
+    update_s: float = 0.0  # of a step, whatever its batch, where it was measured
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,7 @@ def measured_speed(settings: Settings, *, at_most_s: float = math.inf) -> Speed:
     if device.type == "cuda" and settings.run.compile:
         source += f", × {COMPILE_GAIN} for torch.compile (published: 1.5 to 1.85)"
         tokens_per_s *= COMPILE_GAIN
-    return Speed(tokens_per_s, known_card(device.name), source)
+    return Speed(tokens_per_s, known_card(device.name), source, measured.update_s)
 
 
 def within_budget(

@@ -282,10 +282,10 @@ def load_config(argv: Sequence[str]) -> Settings:
     return settings
 
 
-def given_names(argv: Sequence[str]) -> set[str]:
-    """The settings that files and flags give a value."""
+def given_values(argv: Sequence[str]) -> dict[str, Any]:
+    """The settings that files and flags give a value, as far as they can be read."""
     given, _ = _read(argv, ChainMap({}, _defaults()))
-    return set(given.maps[0])
+    return given.maps[0]
 
 
 def _read(
