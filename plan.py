@@ -25,12 +25,10 @@ from nanofit.fit.search import sizes_for
 from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
-from nanofit.outlook.capacity import capacity_of
 from nanofit.outlook.choice import (
     AUTO,
     Choice,
     choose,
-    choose_here,
     data_for,
     read_asked,
     take_auto,
@@ -40,12 +38,12 @@ from nanofit.outlook.plan import (
     BIN_BYTES_PER_TOKEN,
     Plan,
     find_data,
-    measured_speed,
     optimal_tokens_of,
     speed_of_card,
     within_budget,
 )
 from nanofit.outlook.scaling import FADING_EPOCHS, FEWEST_TOKENS, LIKE_NEW_EPOCHS
+from nanofit.run.here import capacity_of, choose_here, measured_speed
 from nanofit.settings.config import load_config
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import FlagParser, InputError, compact, duration, run_script

@@ -2,15 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
-from nanofit.machine.cards import find_card, known_card
-from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
-from nanofit.memory.need import need_of
+from nanofit.memory.course import Need
 from nanofit.memory.setup import Setup
-from nanofit.outlook.plan import Speed, speed_of_card, tokens_per_s_of
-from nanofit.settings.config import RunConfig, Settings
-from nanofit.terminal import parse_size
+from nanofit.outlook.plan import Speed
+from nanofit.settings.config import Settings
 
 TOKENS_OF_A_PASS = 16_384  # beyond it little is gained
 BYTES_PER_PARAMETER = 12  # at least: weight, gradient, one moment
@@ -23,6 +19,7 @@ class Capacity:
     name: str
     tokens_per_s: Callable[[Settings], float] | None  # of a process; None: it has to be measured
     speed: Callable[[Settings], Speed] | None  # the same, with its source
+    need: Callable[[Setup], Need]
     room_bytes: int | None  # for the tensors of a step; None: no limit is known
     dtype: str
     has_flash: bool = True
@@ -55,7 +52,7 @@ class Capacity:
             deterministic=run.deterministic,
         )
         setups = (eager, replace(eager, compiled=True))[: 1 + run.compile]
-        return max(need_of(setup).at(micro_batch_size) for setup in setups)
+        return max(self.need(setup).at(micro_batch_size) for setup in setups)
 
     def with_speed_of(self, timed: Settings, measured: Speed) -> "Capacity":
         """The same, for any model as many FLOP/s and updates as fast as were measured for one."""
@@ -80,40 +77,3 @@ class Capacity:
             return Speed(tokens_per_s(settings), measured.card, source)
 
         return replace(self, tokens_per_s=tokens_per_s, speed=speed)
-
-
-def capacity_of(gpu: str, run: RunConfig) -> Capacity:
-    """Of a card by its name."""
-    return Capacity(
-        find_card(gpu).name,
-        partial(tokens_per_s_of, find_card(gpu)),
-        partial(speed_of_card, gpu),
-        _room_bytes(gpu, run),
-        dtype_of(gpu, run),
-        has_flash_on(gpu, run),
-        gpu,
-    )
-
-
-def capacity_here(run: RunConfig, processes: int = 1) -> Capacity:
-    """Of this machine; its speed where that of its card is published."""
-    from nanofit.machine.device import describe_device  # and torch, which takes seconds to load
-
-    device = describe_device(run.device, run.dtype)
-    card = known_card(device.name) if device.precision != "float32" else None
-    return Capacity(
-        device.name,
-        card and partial(tokens_per_s_of, card),
-        card and partial(speed_of_card, card.name),
-        _room_bytes(None, run),
-        device.precision,
-        device.has_flash,
-        processes=processes,
-    )
-
-
-def _room_bytes(gpu: str | None, run: RunConfig) -> int | None:
-    budget = budget_of(gpu, None, run)
-    if budget:
-        return budget.limit_bytes - budget.overhead.library_bytes
-    return run.memory_limit and parse_size(run.memory_limit)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from nanofit.outlook.capacity import TOKENS_OF_A_PASS, Capacity, capacity_here
-from nanofit.outlook.plan import Data, Plan, find_data, measured_speed, within_budget
+from nanofit.outlook.capacity import TOKENS_OF_A_PASS, Capacity
+from nanofit.outlook.plan import Data, Plan, find_data, within_budget
 from nanofit.outlook.scaling import (
     BATCH_EXPONENT,
     FEWEST_TOKENS,
@@ -45,7 +45,6 @@ COMPILING_S = 600.0  # a run shorter than this does not get back what compiling 
 EVALUATIONS, EVALUATION_S = 12, 60.0  # of a run, no closer than that: each saves and samples
 EVALUATED_SHARE = 0.006  # of a run's sequences, at each of them
 FEWEST_EVALUATED, MOST_EVALUATED = 32, 1600
-TRIALS, TRIAL_SHARE, SHORTEST_TRIAL_S = 3, 0.01, 3.0  # of unknown speed; of the hours
 
 
 class Recipe(NamedTuple):
@@ -172,30 +171,14 @@ def data_for(words: Sequence[str], *, unique_tokens: int | None, shard: str | No
     return find_data(settings, unique_tokens=unique_tokens, shard=shard)
 
 
-def choose_here(words: Sequence[str], data: Data, processes: int = 1) -> Choice:
-    """The choice for this machine.
-
-    Where no speed is published that of the choice is measured, and it is made again.
-    """
-    asked = read_asked(words)
-    capacity = capacity_here(asked.run, processes)
-    if capacity.speed:
-        return choose(words, capacity, data)
-    timed = _Question(words, capacity, data).smallest()
-    for _ in range(TRIALS):
-        measured = measured_speed(
-            timed, at_most_s=max(TRIAL_SHARE * 3600 * asked.learn.hours, SHORTEST_TRIAL_S)
-        )
-        choice = choose(words, capacity.with_speed_of(timed, measured), data)
-        if choice.plan.shape == timed.shape:
-            break
-        timed = choice.plan.settings
-    return choice
-
-
 def choose(words: Sequence[str], capacity: Capacity, data: Data) -> Choice:
     """The best run that these words of a command line allow."""
     return _Question(words, capacity, data).answer()
+
+
+def smallest(words: Sequence[str], capacity: Capacity, data: Data) -> Settings:
+    """Of the runs that these words allow the one that takes the least time to try."""
+    return _Question(words, capacity, data).smallest()
 
 
 class _Question:
@@ -220,7 +203,6 @@ class _Question:
         return Choice(self.words, *self._told(taken, others, rough), taken, others)
 
     def smallest(self) -> Settings:
-        """What takes the least time to try."""
         base = self._base(self._recipes()[0], self._block_sizes()[-1])
         shape = min(self._shapes(base.shape), key=lambda shape: shape.parameters)
         return _cut(base, shape, FEWEST_SEQUENCES, 2 * FEWEST_SEQUENCES)
@@ -321,7 +303,7 @@ class _Question:
         if {"batch_size", "gradient_accumulation_steps"} <= self.given.keys():
             return learn.sequences_per_step
         tokens = min(suited_tokens_per_step(one.tokens), one.tokens / FEWEST_STEPS)
-        suited = 2 ** max(round(math.log2(tokens / block_size)), 0)
+        suited = max(2 ** round(math.log2(tokens / block_size)), FEWEST_SEQUENCES)
         parts = [
             name for name in ("batch_size", "gradient_accumulation_steps") if name in self.given
         ]
@@ -420,11 +402,12 @@ class _Question:
             plan.speed.source if plan.speed.card is None else f"expected of {plan.speed.card.name}"
         )
         why = (
-            f"about {steps:,} steps in {duration(3600 * self.hours)} at {compact(plan.speed.tokens_per_s)} "
-            f"tokens/s, {where}; the speed that the run measures decides"
+            f"about {steps:,} steps in {duration(3600 * self.hours)} at "
+            f"{compact(plan.speed.tokens_per_s)} tokens/s, {where}; "
+            "the speed that the run measures decides"
         )
         if self._compiling():
-            why += f"; compiling would not pay"
+            why += "; compiling would not pay"
         return Reason("course", why, values)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from nanofit.data.parquet import find_shards, mean_token_count, open_shards
 from nanofit.data.tokens import open_bins
-from nanofit.machine.cards import Card, find_card, known_card
+from nanofit.machine.cards import Card, find_card
 from nanofit.outlook.forecast import (
     COMPILE_GAIN,
     PUBLISHED_RUNS,
@@ -298,22 +298,6 @@ def _step_of(settings: Settings) -> Step:
         sequences_per_step=learn.sequences_per_step,
         muon_steps=learn.newton_schulz_steps,
     )
-
-
-def measured_speed(settings: Settings, *, at_most_s: float = math.inf) -> Speed:
-    """Of this machine, by a trial of real steps."""
-    from nanofit.fit.speed import measure_speed  # and torch, which takes seconds to load
-
-    measured = measure_speed(settings, at_most_s=at_most_s)
-    device, tokens_per_s = measured.device, measured.tokens_per_s
-    source = (
-        f"measured here: {device.name}, {device.precision}, real training steps on micro-batches "
-        f"of {measured.micro_batch_size} × {settings.shape.block_size} random tokens"
-    )
-    if device.type == "cuda" and settings.run.compile:
-        source += f", × {COMPILE_GAIN} for torch.compile (published: 1.5 to 1.85)"
-        tokens_per_s *= COMPILE_GAIN
-    return Speed(tokens_per_s, known_card(device.name), source, measured.update_s)
 
 
 def within_budget(

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from nanofit.files import atomic_write
 from nanofit.machine.dist import Ranks
-from nanofit.outlook.choice import AUTO, choose_here, data_for, read_asked
+from nanofit.outlook.choice import AUTO, data_for, read_asked
 from nanofit.run.checkpoint import Checkpoints
+from nanofit.run.here import choose_here
 from nanofit.run.launch import prepare_if_needed
 from nanofit.settings.config import Settings, load_config
 from nanofit.terminal import InputError
