@@ -26,7 +26,7 @@ def chosen_settings(words: Sequence[str], ranks: Ranks) -> Settings:
         prepare_if_needed(asked.run.data_dir, ranks)
         with ranks.all_or_none():
             if ranks.is_main:
-                _choose(path, words, ranks)
+                _choose(path, words, asked.run.data_dir, ranks)
     else:
         ranks.say(f"auto    chosen before: {path}")
     return load_config([str(path), *words])
@@ -47,8 +47,13 @@ def _is_chosen(path: Path, words: Sequence[str], asked: Settings) -> bool:
     return False
 
 
-def _choose(path: Path, words: Sequence[str], ranks: Ranks) -> None:
+def _choose(path: Path, words: Sequence[str], folder: Path, ranks: Ranks) -> None:
     data = data_for(words, unique_tokens=None, shard=None)
+    if data.train_tokens is None:
+        raise InputError(
+            f"no data in {folder}; make them with `python prepare_fineweb.py SHARD.parquet --out "
+            f"{folder}`, or put the parquet file there"
+        )
     choice = choose_here(words, data, ranks.world)
     try:
         with atomic_write(path) as temporary:

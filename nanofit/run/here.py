@@ -14,7 +14,7 @@ from nanofit.outlook.plan import Data, Speed, speed_of_card, tokens_per_s_of
 from nanofit.settings.config import RunConfig, Settings
 from nanofit.terminal import parse_size
 
-TRIALS, TRIAL_SHARE, SHORTEST_TRIAL_S = 3, 0.01, 3.0  # of unknown speed; of the hours
+TRIALS, TRIAL_SHARE, SHORTEST_TRIAL_S = 3, 0.01, 1.0  # of unknown speed; of the hours
 
 
 def choose_here(words: Sequence[str], data: Data, processes: int = 1) -> Choice:
