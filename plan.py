@@ -4,9 +4,11 @@
     python plan.py config/train_fineweb_4070.py --gpu "RTX 4070" --hours 24
     python plan.py config/train_fineweb_4070.py --parquet 000_00000.parquet --epochs 4 --json
     python plan.py config/train_gpt2_124m.py --gpu "RTX 4070" --gpus 2 --link pcie4-x16
+    python plan.py --model=auto --gpu "RTX 4070" --hours 5 --unique_tokens 0.73B
 
 Without --gpu the speed is measured on this machine, by a short trial of real training steps. Every
-setting of train.py can be given as well: --max_iters=1000.
+setting of train.py can be given as well: --max_iters=1000. The last one shows what train.py with
+--model=auto would choose.
 """
 
 import argparse
@@ -21,12 +23,20 @@ from rich.table import Table
 from rich.text import Text
 
 from nanofit.fit.search import sizes_for
-from nanofit.machine.cards import check_gpus, known_card
+from nanofit.machine.cards import check_gpus
 from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
 from nanofit.memory.several import room_bytes
-from nanofit.outlook.forecast import COMPILE_GAIN, Forecast
+from nanofit.outlook.choice import (
+    AUTO,
+    Choice,
+    choose,
+    data_for,
+    read_asked,
+    take_auto,
+)
+from nanofit.outlook.forecast import Forecast
 from nanofit.outlook.links import LINKS
 from nanofit.outlook.plan import (
     BIN_BYTES_PER_TOKEN,
@@ -40,6 +50,7 @@ from nanofit.outlook.plan import (
     within_budget,
 )
 from nanofit.outlook.scaling import FADING_EPOCHS, FEWEST_TOKENS, LIKE_NEW_EPOCHS
+from nanofit.run.here import capacity_of, choose_here, measured_speed
 from nanofit.settings.config import Settings, load_config
 from nanofit.settings.shape import GPTConfig
 from nanofit.terminal import SWITCH, FlagParser, InputError, compact, duration, run_script
@@ -58,23 +69,43 @@ MOST = 1e18  # hours, tokens or epochs: more is a slip
 
 def main(argv: Sequence[str]) -> None:
     asked, rest = _parse(argv)
+    is_auto, rest = take_auto(rest)
+    choice = _choose(asked, rest) if is_auto else None
+    plan = choice.plan if choice else _plan(asked, rest)
+    if asked.json:
+        chosen = {"chosen": choice.as_json()} if choice else {}
+        print(json.dumps(chosen | plan.as_json(), indent=2))
+    else:
+        _print(plan, choice)
+
+
+def _choose(asked: argparse.Namespace, words: Sequence[str]) -> Choice:
+    if asked.tokens or asked.epochs:
+        raise InputError(f"{AUTO} chooses for a time: give --hours, and no --tokens or --epochs")
+    if asked.gpus > 1:
+        raise InputError(f"{AUTO} chooses for one card: leave out --gpus, or name the model")
+    if asked.hours:
+        words = [*words, f"--hours={asked.hours}"]
+    data = data_for(words, unique_tokens=asked.unique_tokens, shard=asked.parquet)
+    if not asked.gpu:
+        return choose_here(words, data)
+    return choose(words, capacity_of(asked.gpu, read_asked(words).run), data)
+
+
+def _plan(asked: argparse.Namespace, rest: Sequence[str]) -> Plan:
     settings = load_config(rest)
     budget = {name: getattr(asked, name) for name in BUDGETS}
     if not any(budget.values()):
         budget["hours"] = settings.learn.hours
     data = find_data(settings, unique_tokens=asked.unique_tokens, shard=asked.parquet)
     speed = _speed(asked, settings)
-    plan = Plan(
+    return Plan(
         words=tuple(rest),
         settings=within_budget(settings, data, speed, **budget),
         data=data,
         speed=speed,
         gpu=asked.gpu,
     )
-    if asked.json:
-        print(json.dumps(plan.as_json(), indent=2))
-    else:
-        _print(plan)
 
 
 def _speed(asked: argparse.Namespace, settings: Settings) -> Speed:
@@ -82,22 +113,7 @@ def _speed(asked: argparse.Namespace, settings: Settings) -> Speed:
         return speed_of_cards(
             asked.gpu, settings, world=asked.gpus, shard=asked.shard, link=asked.link
         )
-    return speed_of_card(asked.gpu, settings) if asked.gpu else _measure(settings)
-
-
-def _measure(settings: Settings) -> Speed:
-    from nanofit.fit.speed import measure_speed  # and torch, which takes seconds to load
-
-    measured = measure_speed(settings)
-    device, tokens_per_s = measured.device, measured.tokens_per_s
-    source = (
-        f"measured here: {device.name}, {device.precision}, real training steps on micro-batches "
-        f"of {measured.micro_batch_size} × {settings.shape.block_size} random tokens"
-    )
-    if device.type == "cuda" and settings.run.compile:
-        source += f", × {COMPILE_GAIN} for torch.compile (published: 1.5 to 1.85)"
-        tokens_per_s *= COMPILE_GAIN
-    return Speed(tokens_per_s, known_card(device.name), source)
+    return speed_of_card(asked.gpu, settings) if asked.gpu else measured_speed(settings)
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -148,11 +164,15 @@ def _count(text: str) -> int:
     return round(number)
 
 
-def _print(plan: Plan) -> None:
+def _print(plan: Plan, choice: Choice | None) -> None:
     on_terminal = sys.stdout.isatty()
     width = min(Console().width, COLUMNS) if on_terminal else COLUMNS
     console = Console(width=width, highlight=False, force_terminal=on_terminal)
     with console.capture() as captured:
+        if choice:
+            _heading(console, "What was chosen")
+            console.print(_rows((one.topic, one.told()) for one in choice.reasons))
+            console.print(_choice_table(choice))
         _heading(console, "What you asked for")
         console.print(_rows(_asked_rows(plan)))
         for warning in plan.warnings():
@@ -163,13 +183,27 @@ def _print(plan: Plan) -> None:
         console.print(_rows(_instead_rows(plan)))
         for one in dict.fromkeys((plan.forecast, plan.better)):
             console.print(f"\n  {_name(one)}:")
-            console.print(plan.command(one.steps), markup=False, soft_wrap=True)  # to be pasted
+            is_chosen = choice and one == plan.forecast
+            command = choice.command if is_chosen else plan.command(one.steps)
+            console.print(command, markup=False, soft_wrap=True)  # to be pasted
         _heading(console, "Where the speed comes from")
         console.print(_rows(_speed_rows(plan)))
         if plan.speed.spread:
             _heading(console, "What the cards tell each other; by arithmetic, nothing was measured")
             console.print(_rows(_spread_rows(plan.speed.spread)))
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _choice_table(choice: Choice) -> RenderableType:
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for title in ("", "layers", "width", "parameters", "tokens", "expected loss"):
+        table.add_column(title, justify="left" if title == "" else "right", no_wrap=True)
+    names = ("  chosen", *("  next best" for _ in choice.others))
+    for name, one in zip(names, (choice.taken, *choice.others), strict=True):
+        shape, loss = one.shape, f"{one.loss:.3f}" if one.is_known else "-"
+        sizes = (shape.n_layer, shape.n_embd, compact(shape.parameters), compact(one.tokens), loss)
+        table.add_row(name, *map(str, sizes))
+    return table
 
 
 def _name(run: Forecast) -> str:

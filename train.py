@@ -2,8 +2,11 @@
 
     python train.py config/train_fineweb_4070.py --max_iters=1000
     torchrun --nproc_per_node=2 train.py config/train_fineweb_4070.py
+    python train.py --model=auto --dataset=mine --hours=5
 
-The same command continues an interrupted run. Settings, as assignments in files or as flags:
+The last one chooses model and recipe for this machine, these data and so many hours, and writes
+what it chose, with the reasons, to auto.py in out_dir; settings that are given it keeps. The same
+command continues an interrupted run. Settings, as assignments in files or as flags:
 """
 
 import sys
@@ -18,7 +21,9 @@ if __name__ == "__main__":
 from nanofit.learning.optim import decay_start, lr_at
 from nanofit.machine.dist import Ranks, start_ranks
 from nanofit.machine.memory import is_out_of_memory
+from nanofit.outlook.choice import read_asked, take_auto
 from nanofit.run import checkpoint
+from nanofit.run.auto import chosen_settings
 from nanofit.run.checkpoint import Progress
 from nanofit.run.launch import Launch, launch
 from nanofit.run.length import fix_length
@@ -43,7 +48,8 @@ from nanofit.use.samples import take_samples
 
 
 def main(argv: list[str]) -> None:
-    settings = load_config(argv)
+    is_auto, words = take_auto(argv)
+    settings = read_asked(words) if is_auto else load_config(words)
     run = settings.run
     with (
         shortage_in_one_line(run),
@@ -51,7 +57,7 @@ def main(argv: list[str]) -> None:
         only_run_in_folder(run, ranks),
         watch_for_requests() as requests,
     ):
-        train(settings, ranks, requests)
+        train(chosen_settings(words, ranks) if is_auto else settings, ranks, requests)
 
 
 def train(settings: Settings, ranks: Ranks, requests: Requests) -> None:

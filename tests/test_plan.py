@@ -482,3 +482,59 @@ def test_checkpoints_of_muon_hold_one_moment_of_each_matrix(planned):
     matrices, checkpoints = 12 * 12 * 768**2, 6
     saved = without["checkpoint_bytes_at_most"] - with_muon["checkpoint_bytes_at_most"]
     assert saved == checkpoints * 4 * matrices
+
+
+# a model that is chosen
+
+
+AUTO = ["--model=auto", *ON_4070, "--unique_tokens=0.72B", "--hours=5"]
+
+
+def test_a_choice_is_shown_with_its_reasons_its_command_and_the_next_best(planned, printed):
+    told, shown = planned(*AUTO), printed(*AUTO)
+    chosen = told["chosen"]
+    assert chosen["settings"]["n_layer"] == 10 and chosen["settings"]["n_embd"] == 1024
+    assert chosen["command"] == "python train.py --model=auto --hours=5.0"
+    assert f"\n{chosen['command']}\n" in shown
+    assert set(chosen["reasons"]) == {"given", "recipe", "shape", "step", "rates", "course"}
+    table = shown.split("What was chosen")[1].split("What you asked for")[0].splitlines()
+    rows = [line.split() for line in table if line.startswith(("  chosen", "  next best"))]
+    losses = [told["asked"]["loss"], *(one["loss"] for one in chosen["others"])]
+    assert [float(row[-1]) for row in rows] == pytest.approx(losses, abs=0.001)
+    assert len(rows) == 3
+    assert max(map(len, table)) <= 100
+
+
+def test_what_is_chosen_needs_no_better_advice(planned):
+    for words in (AUTO, [*AUTO, "--arch=gpt2"], [*AUTO[:3], "--unique_tokens=0.3B", "--hours=24"]):
+        told = planned(*words)
+        again = planned(*told["asked"]["command"].split()[2:], *words[1:4])
+        assert again["asked"] == told["asked"]
+        rates = told["instead"]["muon_settings"] or {}
+        for name, value in rates.items():
+            assert told["chosen"]["settings"][name] == pytest.approx(value, rel=0.02)
+
+
+def test_a_choice_here_is_timed(planned, tiny_dataset, monkeypatch):
+    monkeypatch.setattr(speed, "TRIAL_S", 0.05)
+    data = [f"--dataset={tiny_dataset}", "--vocab_size=64", "--device=cpu"]
+    told = planned("--model=auto", "--hours=0.01", *data)
+    assert told["speed"]["source"].startswith("measured here: CPU")
+    assert told["chosen"]["settings"]["compile"] is False
+    assert 0 < told["asked"]["seconds"] <= 36
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model=auto"], "give --hours"),
+        (["--model=auto", "--tokens=1B"], "give --hours, and no --tokens or --epochs"),
+        (["--model=auto", "--hours=3", "--epochs=4"], "each set the run's length"),
+        (["--model=mine", "--hours=3"], "--model=auto is all there is"),
+    ],
+)
+def test_a_choice_without_a_time_is_refused(words, message):
+    with pytest.raises(InputError) as refused:
+        plan.main([*ON_4070, *words])
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -13,6 +13,7 @@ CARD = ["config/train_fineweb_4070.py", "--gpu", "RTX 4070"]
 COMMANDS = [
     *([script, "--help"] for script in SCRIPTS),
     ["plan.py", *CARD, "--unique_tokens", "0.73B"],
+    ["plan.py", "--model=auto", "--gpu=H200", "--hours=24", "--unique_tokens=10B"],
     ["autofit.py", *CARD, "--explain"],
 ]
 

@@ -1,5 +1,6 @@
 """The speed of this machine, by a few real steps."""
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -28,23 +29,26 @@ class Measured(NamedTuple):
     tokens_per_s: float
     device: Device
     micro_batch_size: int
+    update_s: float  # of a step, whatever its batch
 
 
-def measure_speed(settings: Settings) -> Measured:
+def measure_speed(settings: Settings, *, at_most_s: float = math.inf) -> Measured:
     """The speed of this machine, by real training steps on random tokens."""
     shape, learn, run = settings
     device = describe_device(run.device, run.dtype)
     print(f"trying some real steps on {device.name} ...", file=sys.stderr)
     try:
         model = GPT(shape, loss=run.loss).to(device.torch_device)
-        tokens_per_s, sequences = _try_steps(model, learn, device)
+        seconds, sequences = _try_steps(model, learn, device, min(TRIAL_S, at_most_s))
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise InputError(
                 f"not even one sequence fits on {device.name}; autofit.py --explain tells more"
             ) from error
         raise
-    return Measured(tokens_per_s, device, sequences)
+    step_s = learn.sequences_per_step * seconds.passes + seconds.update
+    tokens_per_s = learn.sequences_per_step * shape.block_size / step_s
+    return Measured(tokens_per_s, device, sequences, seconds.update)
 
 
 class _Seconds(NamedTuple):
@@ -54,15 +58,17 @@ class _Seconds(NamedTuple):
     update: float
 
 
-def _try_steps(model: GPT, learn: TrainConfig, device: Device) -> tuple[float, int]:
-    """Tokens per second and the micro-batch they were measured with, in bounded time."""
+def _try_steps(
+    model: GPT, learn: TrainConfig, device: Device, trial_s: float
+) -> tuple[_Seconds, int]:
+    """Those of a sequence and an update, and the micro-batch they were measured with; soon."""
     optimizer = build_optimizer(model, learn, products=device.product_dtype)
-    scaler, block_size = device.grad_scaler(), model.config.block_size
+    scaler = device.grad_scaler()
     step = partial(_timed_step, model, optimizer, scaler, device=device, grad_clip=learn.grad_clip)
     first = step(1)  # makes the optimiser's state as well
-    if sum(first) > TRIAL_S:
-        return _tokens_per_s(learn, block_size, pass_s=first.passes, update_s=first.update), 1
-    sequences = max(min(learn.batch_size, int(TRIAL_S / 2 / step(1).passes)), 1)
+    if sum(first) > trial_s:
+        return first, 1
+    sequences = max(min(learn.batch_size, int(trial_s / 2 / step(1).passes)), 1)
     while True:
         try:
             pass_s = step(sequences).passes
@@ -71,19 +77,12 @@ def _try_steps(model: GPT, learn: TrainConfig, device: Device) -> tuple[float, i
             if not is_out_of_memory(error) or sequences == 1:
                 raise
         sequences //= 2
-    passes = max(min(learn.gradient_accumulation_steps, int(TRIAL_S / pass_s)), 1)
+    passes = max(min(learn.gradient_accumulation_steps, int(trial_s / pass_s)), 1)
     steps: list[_Seconds] = []
-    while sum(map(sum, steps)) < TRIAL_S:
+    while sum(map(sum, steps)) < trial_s:
         steps.append(step(sequences, passes))
     pass_s, update_s = (sum(part) / len(steps) for part in zip(*steps, strict=True))
-    pass_s /= passes * sequences
-    return _tokens_per_s(learn, block_size, pass_s=pass_s, update_s=update_s), sequences
-
-
-def _tokens_per_s(learn: TrainConfig, block_size: int, *, pass_s: float, update_s: float) -> float:
-    """Of whole steps, by the seconds of one sequence's pass and of an update."""
-    sequences = learn.sequences_per_step
-    return sequences * block_size / (sequences * pass_s + update_s)
+    return _Seconds(pass_s / (passes * sequences), update_s), sequences
 
 
 def _timed_step(

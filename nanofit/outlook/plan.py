@@ -90,6 +90,7 @@ class Speed(NamedTuple):
     card: Card | None
     source: str
     spread: Spread | None = None  # over several cards
+    update_s: float = 0.0  # of a step, whatever its batch, where it was measured
 
     @property
     def watts(self) -> float | None:
@@ -321,8 +322,15 @@ def _count_shards(given: str) -> Data:
 def speed_of_card(name: str, settings: Settings) -> Speed:
     card, (_, learn, run) = find_card(name), settings
     step = _step_of(settings, learn.batch_size, learn.sequences_per_step)
-    speed = predicted_tokens_per_s(card, step, compiled=run.compile)
+    speed = tokens_per_s_of(card, settings)
     return Speed(speed, card, _source(card, step, is_compiled=run.compile))
+
+
+def tokens_per_s_of(card: Card, settings: Settings) -> float:
+    """Of a card that learns so, in micro-batches of batch_size."""
+    _, learn, run = settings
+    step = _step_of(settings, learn.batch_size, learn.sequences_per_step)
+    return predicted_tokens_per_s(card, step, compiled=run.compile)
 
 
 def speed_of_cards(

@@ -42,6 +42,9 @@ WEIGHT_DECAY_PER_RATIO = 0.57  # of parameters to unique tokens; fits data-limit
 PUBLISHED_WIDTH, PUBLISHED_TOKENS_PER_STEP = 768, 524_288
 PUBLISHED_TOKENS = 3250 * PUBLISHED_TOKENS_PER_STEP
 
+# The batch that suits a run grows so with its tokens (Bergsma et al. 2025, arXiv:2505.13738).
+BATCH_EXPONENT = 0.383
+
 
 class Band(NamedTuple):
     """Losses between which a run is normal."""
@@ -65,9 +68,18 @@ def expected_loss(
     recipe: Recipe = "plain",
 ) -> float | None:
     """Validation loss at the end of a run; None where there is too little to tell from."""
+    is_known = effective_tokens(tokens, unique_tokens) >= FEWEST_TOKENS
+    return trend(parameters, tokens, unique_tokens, recipe) if is_known else None
+
+
+def trend(
+    parameters: float,
+    tokens: float,
+    unique_tokens: float | None = None,
+    recipe: Recipe = "plain",
+) -> float:
+    """The law as far as it goes and beyond, where it is good for comparing shapes alone."""
     tokens = effective_tokens(tokens, unique_tokens)
-    if tokens < FEWEST_TOKENS:
-        return None
     by_size = PER_PARAMETERS / parameters**EXPONENT
     if recipe == "plain":
         return FLOOR + by_size + PER_TOKENS / tokens**EXPONENT
@@ -111,6 +123,11 @@ def model_for(flops: float, *, block_size: int, vocab_size: int) -> tuple[int, i
         return None
     n_layer = min(range(2, 49), key=lambda depth: abs(math.log(cost(depth) / flops)))
     return n_layer, n_layer, 64 * n_layer
+
+
+def suited_tokens_per_step(tokens: float) -> float:
+    """The batch for a run of so many tokens, from the published one."""
+    return PUBLISHED_TOKENS_PER_STEP * (tokens / PUBLISHED_TOKENS) ** BATCH_EXPONENT
 
 
 def weight_decay_for(parameters: float, unique_tokens: float) -> float:

@@ -218,7 +218,7 @@ def launch(settings: Settings, ranks: Ranks) -> tuple[Launch, Progress] | None:
         run.device, run.dtype, local_rank=ranks.local_rank, deterministic=run.deterministic
     )
     _check_alike(device, settings.learn, ranks)
-    _prepare_if_needed(run.data_dir, ranks)
+    prepare_if_needed(run.data_dir, ranks)
     checkpoints = Checkpoints(Path(run.out_dir), run.keep_checkpoints)
     saved = _find_saved(checkpoints, settings, ranks)
     _check_same_folder(saved, run, ranks)
@@ -373,7 +373,7 @@ def _check_alike(device: Device, learn: TrainConfig, ranks: Ranks) -> None:
         )
 
 
-def _prepare_if_needed(folder: Path, ranks: Ranks) -> None:
+def prepare_if_needed(folder: Path, ranks: Ranks) -> None:
     """Make the bins of a folder where the user only put parquet files."""
     has_bins = (folder / "train.bin").exists() or (folder / "meta.json").exists()
     preparing = None

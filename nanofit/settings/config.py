@@ -9,7 +9,8 @@ import difflib
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -286,7 +287,15 @@ def load_config(argv: Sequence[str]) -> Settings:
     return settings
 
 
-def _read(argv: Sequence[str], values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def given_values(argv: Sequence[str]) -> dict[str, Any]:
+    """The settings that files and flags give a value, as far as they can be read."""
+    given, _ = _read(argv, ChainMap({}, _defaults()))
+    return given.maps[0]
+
+
+def _read(
+    argv: Sequence[str], values: MutableMapping[str, Any]
+) -> tuple[MutableMapping[str, Any], list[str]]:
     """`values` with what files and flags make of them, and every problem met."""
     problems = []
 
@@ -408,7 +417,7 @@ def _only(values: Mapping[str, Any], section: type) -> dict[str, Any]:
     return {field.name: values[field.name] for field in fields(section)}
 
 
-def _read_flag(flag: str, values: dict[str, Any]) -> Iterator[str]:
+def _read_flag(flag: str, values: MutableMapping[str, Any]) -> Iterator[str]:
     """Take one `--name=value` into `values`; yield what is wrong with it."""
     name, has_value, text = flag.removeprefix("--").partition("=")
     try:

@@ -1,6 +1,7 @@
 """autofit.py, plan.py, sample.py and evaluate.py on a card."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -74,6 +75,32 @@ def test_plan_measures_the_card(card, flags, compiled):
     source = json.loads(run.output)["speed"]["source"]
     assert "measured here: NVIDIA GeForce RTX 4070" in source
     assert ("for torch.compile" in source) == compiled
+
+
+TO_BE_CHOSEN = "--model=auto --n_layer=2 --n_embd=64 --block_size=128 --report=False".split()
+
+
+def test_a_model_is_chosen_for_the_card_and_learns_there(card, tokens):
+    on = card(others=600)
+    out = on.folder / "out"
+    words = [*TO_BE_CHOSEN, "--hours=0.002", f"--dataset={tokens}", f"--out_dir={out}"]
+    run = on.run("train.py", *words, "--sample_interval=0")
+    assert run.code == 0, run
+    assert "expected of GeForce RTX 4070" in run.output
+    usable = (12282 - CONTEXT_MIB - 600) * 0.95 - 128
+    assert 0 <= usable - int(re.search(r" of ([\d,]+) MiB", run.output)[1].replace(",", "")) <= 300
+    assert (out / "auto.py").read_text().count("\nn_head = 1\n") == 1
+    assert "the run is complete" in on.run("train.py", *words, "--sample_interval=0").output
+
+
+def test_a_model_is_chosen_by_trials_where_no_speed_is_published(card, tokens):
+    words = [*TO_BE_CHOSEN, f"--dataset={tokens}", "--dtype=float32", "--hours=1", "--json"]
+    run = card().run("plan.py", *words)
+    assert run.code == 0, run
+    told = json.loads(run.output)
+    assert "measured here: NVIDIA GeForce RTX 4070, float32" in told["speed"]["source"]
+    assert "for torch.compile" in told["speed"]["source"]
+    assert told["chosen"]["settings"]["arch"] == "modern"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from nanofit.settings.config import (
     TrainConfig,
     describe_knobs,
     flatten,
+    given_values,
     load_config,
     parse_size,
 )
@@ -794,3 +795,11 @@ def said(text):
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
     return " ".join([text.split('"""')[1], *comments])
+
+
+def test_what_was_given_is_told_with_its_values(tmp_path):
+    config = tmp_path / "mine.py"
+    config.write_text("_half = 6\nn_layer = 2 * _half\nbatch_size = 4\n")
+    words = [str(config), "--batch_size=batch_size * 2", "--dataset=12"]
+    assert given_values(words) == {"n_layer": 12, "batch_size": 8, "dataset": "12"}
+    assert given_values([]) == {}
