@@ -31,6 +31,7 @@ COMMANDS = {
     "memory": "77M",
     "autofit": "--limits 2 --rechecks 2 --peer_rechecks 1",
     "prepare": f"{SAMPLE} --million_tokens 20 --rounds 1",
+    "prepare_kinds": f"{SAMPLE} --million_tokens 10 --rounds 1",
     "prepare_large": "--gigabytes 0.5",
     "report": "",
     "recipe": "--report",

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.figures import Figure, record
 from bench.prepare import CORES, ours, repeat, report_seconds
 
 SEPARATOR = b"\n<|endoftext|>\n"
@@ -110,6 +111,17 @@ def print_table(times: dict[str, list[list[float]]], tokens: int, folder: Path) 
             f"| {KINDS[name]} | {megabytes:,.0f} | {passed:.2f} | {spent:.2f} "
             f"| {tokens / passed / 1e6:.1f} | {first[0] / passed:.2f} | {spent / first[1]:.2f} |"
         )
+    figures = [
+        Figure(f"preparing {KINDS[name]}, core-seconds", spent, first[1], "parquet", "s")
+        for name, (_, spent) in medians.items()
+        if name != "repeated.parquet"
+    ]
+    record(
+        "prepare_kinds",
+        figures,
+        command="make bench-prepare-kinds SHARD=...",
+        conditions=f"{tokens / 1e6:.0f}M tokens, interleaved, medians",
+    )
 
 
 if __name__ == "__main__":
