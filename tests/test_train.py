@@ -529,7 +529,7 @@ def test_all_processes_stop_when_a_run_diverges(tiny_run, tmp_path):
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_processes_roll_back_when_a_run_diverges(tiny_run, tmp_path, shard):
     done = tiny_run(*DIVERGING, "--on_spike=rollback", f"--shard={shard}", ranks=2)
     assert done.returncode != 0

@@ -108,7 +108,7 @@ class Replicas(Engine):
         elif not self._is_in_order:
             # Until now there was a single bucket. From the first step it is known what fills first.
             gc.collect()  # a sum that is done is a cycle, and holds on to its bucket
-            with self._gradients_as_views(model), self._ranks.together():
+            with self._gradients_as_views(model):  # it asks the others first, and memory then
                 self._replica.reducer._rebuild_buckets()
             self._is_in_order = True
         for parameter, gradient in zip(model.parameters(), self._gradients, strict=True):

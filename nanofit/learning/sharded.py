@@ -58,7 +58,8 @@ class Shards(Engine):
                 known[place] = tensor.cpu() if self._ranks.is_main else None
             return known[place]
 
-        return tree_map(gather, content)
+        with self._ranks.together():
+            return tree_map(gather, content)
 
     def evenly(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         mine = iter(micro_batches)

@@ -21,7 +21,6 @@ from nanofit.fit.search import sizes_for
 from nanofit.fit.trial import share_compile_cache
 from nanofit.learning.engine import Engine, engine_for
 from nanofit.learning.optim import build_optimizer, lr_at, undecayed_share
-from nanofit.learning.sharded import Shards
 from nanofit.learning.step import evaluate, train_step
 from nanofit.learning.undo import UpdateUndo
 from nanofit.machine.cards import known_card
@@ -270,6 +269,8 @@ def _engine(run: RunConfig, ranks: Ranks) -> tuple[Engine, Ranks]:
     """How gradients are added up, by processes that know whether they hold a part or the whole."""
     if not run.shard or ranks.world == 1:
         return engine_for(ranks), ranks
+    from nanofit.learning.sharded import Shards  # to load it takes as long as half of torch
+
     ranks = replace(ranks, holds_part=True)
     return Shards(ranks), ranks
 

@@ -47,6 +47,7 @@ CASES = [
     Case("evaluation"),
     Case("saving", SAVING),
     Case("saving", SAVING, processes=2),  # the first of which saves
+    Case("backward", "--dtype=float16", processes=2, device=1),
 ]
 MOMENTS_EACH = 6
 

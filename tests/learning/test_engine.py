@@ -10,7 +10,7 @@ from tests.learning.together import PLACES, STEPS, Run
 SCENARIOS = ["undisturbed", "scaled", "recomputed", "failed", "ordered"]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def results(request, tmp_path_factory) -> list[dict]:
     """What came of all scenarios, by process."""
     folder = tmp_path_factory.mktemp("results")

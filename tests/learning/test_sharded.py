@@ -12,7 +12,7 @@ SCENARIOS = ["in_parts", "in_parts_scaled", "in_parts_recomputed"]
 SCENARIOS += ["held", "evaluated", "saved_and_loaded"]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def results(request, tmp_path_factory) -> list[dict]:
     """What came of all scenarios, by process."""
     folder = tmp_path_factory.mktemp("results")
