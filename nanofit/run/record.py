@@ -79,6 +79,8 @@ def _memory(launch: "Launch") -> dict[str, Any]:
             loss=launch.run.loss,
             optimizer=launch.learn.optimizer,
             has_flash=launch.device.has_flash,
+            world=launch.ranks.world,
+            shard=launch.run.shard and launch.ranks.world > 1,
             **asdict(fit.savers),
         )
         components = components_of(setup, stage.size)
