@@ -66,7 +66,7 @@ def _try_steps(
     scaler = device.grad_scaler()
     step = partial(_timed_step, model, optimizer, scaler, device=device, grad_clip=learn.grad_clip)
     first = step(1)  # makes the optimiser's state as well
-    if sum(first) > trial_s:
+    if sum(first) > TRIAL_S:
         return first, 1
     sequences = max(min(learn.batch_size, int(trial_s / 2 / step(1).passes)), 1)
     while True:

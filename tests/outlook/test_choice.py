@@ -152,6 +152,22 @@ def test_the_next_best_are_told_with_their_losses_and_differ_in_size():
         assert f"loss {one.loss:.2f}" in shape_reason
 
 
+def test_of_shapes_as_good_as_the_best_the_smallest_is_taken():
+    choice = chosen("--hours=12", tokens=10e9)
+    forced = [
+        chosen("--hours=12", f"--n_layer={n_layer}", f"--n_embd={n_embd}", tokens=10e9).taken
+        for n_embd in (1024, 1280, 1536)
+        for n_layer in (12, 14, 16)
+        if n_embd <= 110 * n_layer
+    ]
+    best = min(one.loss for one in forced)
+    good = {one.shape for one in forced if one.loss <= best + 0.003}
+    assert len(good) > 1
+    assert min(good, key=lambda shape: shape.parameters) == choice.plan.shape
+    recipe = next(one.why for one in choice.reasons if one.topic == "recipe")
+    assert recipe.startswith(f"expected loss at best {best:.2f} by modern + muon, ")
+
+
 # what was given
 
 

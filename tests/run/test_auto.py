@@ -29,7 +29,7 @@ def auto_run(tiny_dataset, tmp_path):
 
 
 def last_step(out_dir) -> int:
-    return read_records(out_dir, "step")[-1]["step"] + 1
+    return read_events(out_dir, "finished")[-1]["step"]
 
 
 def test_a_run_is_chosen_trained_to_its_end_and_never_chosen_again(auto_run, tmp_path):
