@@ -32,6 +32,10 @@ MORE_WORDS = {  # of each script, so that what takes a card days is a matter of 
     "doctor.py": SMALL,
     "export.py": [],
 }
+CHOSEN = {  # with --model=auto, which knows by itself what is left out here
+    "train.py": "--n_layer=1 --n_embd=64 --hours=0.002 --device=cpu --out_dir=out-auto".split(),
+    "plan.py": [],
+}
 
 
 def commands() -> list[str]:
@@ -53,7 +57,8 @@ def typed(tmp_path):
 
     def type_it(command: str, *, machines: int = 1) -> None:
         ours, launcher = _words(command)
-        more = [] if "--help" in ours else MORE_WORDS[ours[0]]
+        more = (CHOSEN if "--model=auto" in ours else MORE_WORDS)[ours[0]]
+        more = [] if "--help" in ours else more
         options = {"cwd": tmp_path, "env": environment, "stdin": subprocess.PIPE}
         words = [*launcher, *ours, *more]
         started = [processes.start(words, **options) for _ in range(machines)]
