@@ -81,13 +81,14 @@ def _leave_at_once(code: int) -> NoReturn:
 
     A thread of torch's, gloo's or autograd's, that lets go of its last tensor meanwhile aborts the
     process, once in a dozen times, and torchrun then calls all of the run a failure. What libraries
-    still have to do gets its time, but not for ever: a tracker may wait for a dead network. Nor is
-    a request to save that comes now a reason to die.
+    still have to do gets its time, but not for ever: a tracker may wait for a dead network. Where
+    memory is so short that no thread can start, they get none. Nor is a request to save that comes
+    now a reason to die.
     """
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     leaving = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
-    with suppress(KeyboardInterrupt):  # whoever insists does not wait
+    with suppress(KeyboardInterrupt, RuntimeError, MemoryError):  # whoever insists does not wait
         leaving.start()
         leaving.join(LEAVING_S)
     for stream in (sys.stdout, sys.stderr):

@@ -75,5 +75,25 @@ def test_an_interrupt_that_comes_too_late_waits_for_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+WITHOUT_ROOM = """
+import resource, torch
+from nanofit.terminal import InputError, run_script
+
+def main(words):
+    used = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
+    limit = int(used.split()[1]) * 1024 + 2**20  # a thread's stack takes more
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    raise InputError("nothing fits")
+
+run_script(main)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_without_room_for_a_thread_a_run_still_leaves_with_its_one_line():
+    done = processes.run([sys.executable, "-c", WITHOUT_ROOM], cwd=PROJECT)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: nothing fits\n")
+
+
 def numbered(out):
     return sorted(out.glob("ckpt-0*.pt"))
