@@ -274,6 +274,9 @@ def test_several_cards_are_told_in_a_section_of_their_own(printed):
     assert max(map(len, text.splitlines())) <= 100
     for said in ("by arithmetic, nothing was measured", "pcie4-x8", "of the time", "400 W"):
         assert said in text, said
+    command = next(line for line in text.splitlines() if line.startswith("torchrun"))
+    assert command.startswith(f"torchrun --standalone --nproc_per_node=2 train.py {GPT2}")
+    assert load_config(command.split("train.py ")[1].split()).run.shard
     assert "What the cards tell each other" not in printed(GPT2, *ON_4070)
 
 

@@ -68,6 +68,11 @@ class Spread(NamedTuple):
     overlaps: bool
 
     @property
+    def launcher(self) -> list[str]:
+        """What starts such a run, on one machine."""
+        return ["torchrun", "--standalone", f"--nproc_per_node={self.world}"]
+
+    @property
     def waiting_share(self) -> float:
         return self.waiting_s / (self.computing_s + self.waiting_s)
 
@@ -204,7 +209,10 @@ class Plan:
         words = [word for word in self.words if not word.startswith(replaced)]
         configured = load_config(words).learn
         words += [f"--{k}={v}" for k, v in values.items() if getattr(configured, k) != v]
-        return shlex.join(["python", "train.py", *words])
+        spread = self.speed.spread
+        launcher = spread.launcher if spread else ["python"]
+        shard = ["--shard=True"] if spread and spread.shard else []
+        return shlex.join([*launcher, "train.py", *words, *shard])
 
     @property
     def checkpoints(self) -> int:
