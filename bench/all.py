@@ -6,6 +6,7 @@ One that cannot run here (for want of a browser, of the CUDA build of torch) or 
 end, and leaves the figures it had before. Longer ones have commands of their own: make help.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -16,10 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.figures import RESULTS, table  # noqa: E402
+from bench.figures import QUICK, RESULTS, table  # noqa: E402
 from nanofit.terminal import InputError, run_script  # noqa: E402
 
 SAMPLE = "data/sample/sample.parquet"
+CHROMIUM = "/usr/bin/chromium"
 STEP = "config/train_small_30m.py --batch_size=4 --block_size=1024 --dtype=float32"
 COMMANDS = {
     "startup": "",
@@ -40,6 +42,8 @@ COMMANDS = {
     "cards": "4070 --configs demo,train_fineweb_4070",
 }
 CUDA = ("kernels", "cards")
+SMALLER = ("generate", "loss", "muon", "prepare_large")  # than what has the same name in full
+ONE_THREAD = ("generate", "loss")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -65,14 +69,20 @@ def outcome(name: str) -> str | None:
     """Run one; why there is nothing new from it, if so."""
     if name in CUDA and not (ROOT / ".venv-cuda/installed").exists():
         return "there is no .venv-cuda; make test-card installs it"
-    if name == "report" and not find_spec("playwright"):
+    if name == "report" and not (find_spec("playwright") and Path(CHROMIUM).exists()):
         return "there is no browser to open pages in"
     print(f"\n# {name} {COMMANDS[name]}", flush=True)
     started = time.monotonic()
     words = [sys.executable, f"bench/{name}.py", *COMMANDS[name].split()]
-    code = subprocess.run(words, cwd=ROOT).returncode
+    code = subprocess.run(words, cwd=ROOT, env=_environment(name)).returncode
     print(f"# {name}: {time.monotonic() - started:.0f} s", flush=True)
     return f"exit code {code}" if code else None
+
+
+def _environment(name: str) -> dict[str, str]:
+    told = {QUICK: "1"} if name in SMALLER else {}
+    threads = {"OMP_NUM_THREADS": "1"} if name in ONE_THREAD else {}
+    return os.environ | told | threads
 
 
 if __name__ == "__main__":

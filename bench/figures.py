@@ -6,13 +6,14 @@ python bench/figures.py          # makes results/README.md from the files that a
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
+QUICK = "NANOFIT_BENCH_QUICK"  # in the environment: at a smaller size than figures of that name
 _HEAD = """\
 # Results
 
@@ -48,6 +49,9 @@ class Figure:
 def record(bench: str, figures: Sequence[Figure], *, command: str, conditions: str) -> None:
     """Keep figures in a benchmark's file, in place of those that had their names."""
     path = RESULTS / f"{bench}.json"
+    if os.environ.get(QUICK):
+        figures = [replace(figure, name=f"{figure.name}, quick") for figure in figures]
+        command = f"python bench/all.py {bench}"
     known = {one["name"]: one for one in read(path)}
     how = {
         "command": command,

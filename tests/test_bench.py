@@ -7,7 +7,7 @@ import pytest
 
 from bench import figures
 from bench.all import COMMANDS
-from bench.figures import Figure, all_figures, record, table, told
+from bench.figures import QUICK, Figure, all_figures, read, record, table, told
 from tests.processes import PROJECT
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
@@ -71,6 +71,16 @@ def test_figures_take_the_place_of_those_of_their_names(tmp_path, monkeypatch):
     kept = {one["name"]: one["ours"] for one in json.loads((tmp_path / "x.json").read_text())}
     assert kept == {"time": 2.0, "kept": 1.0}
     assert "| time | 2 s | 8 s | peer | 4.00 | `make bench-x` |" in table()
+
+
+def test_quick_figures_stand_beside_those_in_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    how = {"command": "make bench-x", "conditions": "idle"}
+    record("x", [Figure("time", 8.0)], **how)
+    monkeypatch.setenv(QUICK, "1")
+    record("x", [Figure("time", 1.0)], **how)
+    kept = {one["name"]: (one["ours"], one["command"]) for one in read(tmp_path / "x.json")}
+    assert kept == {"time": (8.0, "make bench-x"), "time, quick": (1.0, "python bench/all.py x")}
 
 
 def test_ratios_say_how_many_times_better_ours_is():
