@@ -82,7 +82,7 @@ def _explain(asked: argparse.Namespace, settings: Settings) -> None:
             dtype=dtype_of(asked.gpu, run),
             has_flash=has_flash_on(asked.gpu, run),
             world=asked.gpus,
-            shard=asked.shard,
+            shard=asked.shard or (asked.gpus > 1 and run.shard),
             is_simulated=asked.simulate,
             note=status.update,
         )

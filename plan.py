@@ -24,7 +24,8 @@ from rich.text import Text
 
 from nanofit.fit.search import sizes_for
 from nanofit.machine.cards import check_gpus
-from nanofit.memory.budget import budget_of, dtype_of, has_flash_on
+from nanofit.memory.budget import Budget, budget_of, dtype_of, has_flash_on
+from nanofit.memory.course import Need
 from nanofit.memory.need import need_of
 from nanofit.memory.setup import Setup
 from nanofit.memory.several import room_bytes
@@ -93,7 +94,7 @@ def _choose(asked: argparse.Namespace, words: Sequence[str]) -> Choice:
 
 
 def _plan(asked: argparse.Namespace, rest: Sequence[str]) -> Plan:
-    settings = load_config(rest)
+    settings = load_config([*rest, "--shard=True"] if asked.shard else rest)
     budget = {name: getattr(asked, name) for name in BUDGETS}
     if not any(budget.values()):
         budget["hours"] = settings.learn.hours
@@ -111,7 +112,7 @@ def _plan(asked: argparse.Namespace, rest: Sequence[str]) -> Plan:
 def _speed(asked: argparse.Namespace, settings: Settings) -> Speed:
     if asked.gpus > 1:
         return speed_of_cards(
-            asked.gpu, settings, world=asked.gpus, shard=asked.shard, link=asked.link
+            asked.gpu, settings, world=asked.gpus, shard=settings.run.shard, link=asked.link
         )
     return speed_of_card(asked.gpu, settings) if asked.gpu else measured_speed(settings)
 
@@ -264,11 +265,11 @@ def _memory_row(plan: Plan) -> str | None:
         world=world,
         shard=shard,
     )
-    if shard and plan.learn.optimizer == "muon":
-        return "not known for Muon on sharded matrices"
+    if shard:
+        return _sharded_memory(plan, need_of(eager), room_bytes(budget, world), budget)
     share = plan.learn.sequences_per_step // world
     sizes, told = sizes_for(share), []
-    for setup in (eager, replace(eager, compiled=True))[: 1 + (plan.run.compile and not shard)]:
+    for setup in (eager, replace(eager, compiled=True))[: 1 + plan.run.compile]:
         stage = "compiled" if setup.compiled else "eager"
         need = need_of(setup)
         fits = need.largest(room_bytes(budget, world))
@@ -278,6 +279,23 @@ def _memory_row(plan: Plan) -> str | None:
         passes = -(-share // largest)
         told.append(f"{largest} × {passes} {stage} ({_gb(need.at(largest))})")
     return f"{' and '.join(told)} should fit in {_gb(budget.limit_bytes)} of {budget.card}"
+
+
+def _sharded_memory(plan: Plan, need: Need, usable_bytes: int, budget: Budget) -> str:
+    """Of batch_size as it is: where no process has a whole model nothing is tried out."""
+    learn, size = plan.learn, plan.learn.batch_size
+    takes = f"{_gb(need.at(size))}; {_gb(usable_bytes)} of {budget.card} are for tensors"
+    if (fits := need.largest(usable_bytes)) >= size:
+        return f"{size} sequences a pass, eager, take {takes}"
+    share = learn.sequences_per_step // plan.speed.spread.world
+    smaller = max((one for one in range(1, fits + 1) if share % one == 0), default=None)
+    if smaller is None:
+        return "not one sequence fits eager without savers; autofit.py --explain tells more"
+    return (
+        f"{size} sequences a pass do not fit: they take {takes}, and with --shard no smaller ones "
+        f"are looked for; give --batch_size={smaller} "
+        f"--gradient_accumulation_steps={learn.sequences_per_step // smaller}"
+    )
 
 
 def _result_table(plan: Plan) -> RenderableType:

@@ -271,13 +271,35 @@ def test_eager_cards_hide_what_they_send_and_slower_links_show(planned):
 
 def test_several_cards_are_told_in_a_section_of_their_own(printed):
     text = printed(GPT2, *ON_4070, "--gpus=2", "--shard", "--unique_tokens=10B")
-    assert max(map(len, text.splitlines())) <= 100
+    lines = [line for line in text.splitlines() if not line.startswith("torchrun")]  # to be pasted
+    assert max(map(len, lines)) <= 100
     for said in ("by arithmetic, nothing was measured", "pcie4-x8", "of the time", "400 W"):
         assert said in text, said
     command = next(line for line in text.splitlines() if line.startswith("torchrun"))
     assert command.startswith(f"torchrun --standalone --nproc_per_node=2 train.py {GPT2}")
     assert load_config(command.split("train.py ")[1].split()).run.shard
     assert "What the cards tell each other" not in printed(GPT2, *ON_4070)
+
+
+def test_a_sharded_step_is_judged_with_its_batch_as_it_is(printed):
+    large = [GPT2, *ON_4070, "--gpus=2", "--n_layer=36", "--n_head=20", "--n_embd=1280"]
+    words = " ".join(printed(*large, "--shard").split())
+    assert "12 sequences a pass do not fit" in words
+    advised = re.findall(r"--(?:batch_size|gradient_accumulation_steps)=\d+", words)
+    settings = load_config([GPT2, *advised])
+    assert settings.learn.sequences_per_step == load_config([GPT2]).learn.sequences_per_step
+    assert f"{settings.learn.batch_size} sequences a pass, eager, take" in " ".join(
+        printed(*large, "--shard", *advised).split()
+    )
+
+
+def test_a_file_may_ask_for_parts_as_well(planned, tmp_path):
+    (tmp_path / "parts.py").write_text("shard = True\n")
+    by_file = planned(GPT2, *ON_4070, "--gpus=2", str(tmp_path / "parts.py"))
+    by_flag = planned(GPT2, *ON_4070, "--gpus=2", "--shard")
+    assert by_file["several_gpus"] == by_flag["several_gpus"]
+    wide = planned(GPT2, *ON_4070, "--gpus=2", "--shard", "--dtype=float32")["several_gpus"]
+    assert wide["sent_bytes_per_step"] > 1.2 * by_flag["several_gpus"]["sent_bytes_per_step"]
 
 
 def test_a_card_without_bfloat16_is_told(planned):
@@ -310,6 +332,8 @@ def test_a_card_without_bfloat16_is_told(planned):
         (["--link=10gbe"], "give --gpus 2 or more"),
         (["--shard"], "give --gpus 2 or more"),
         (["--shard", "a.parquet"], "'a.parquet' is not True or False"),
+        (["--gpus=2", "--shard", "--optimizer=muon"], "shard = True needs optimizer = 'adamw'"),
+        (["--gpus=2", "--shard", "--optimizer_bits=8"], "needs optimizer_bits = 32"),
         (["--parquet=a", "--unique_tokens=1B"], "give one of them"),
         (["--max_itres=5"], "did you mean max_iters?"),
     ],

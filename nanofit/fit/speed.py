@@ -1,5 +1,6 @@
 """The speed of this machine, by a few real steps."""
 
+import gc
 import math
 import sys
 import time
@@ -46,6 +47,10 @@ def measure_speed(settings: Settings, *, at_most_s: float = math.inf) -> Measure
                 f"not even one sequence fits on {device.name}; autofit.py --explain tells more"
             ) from error
         raise
+    finally:  # else what is kept would count as another program's when a fit is looked for
+        model = None
+        gc.collect()
+        device.memory().release()
     step_s = learn.sequences_per_step * seconds.passes + seconds.update
     tokens_per_s = learn.sequences_per_step * shape.block_size / step_s
     return Measured(tokens_per_s, device, sequences, seconds.update)

@@ -58,7 +58,7 @@ class Shards(Engine):
                 known[place] = tensor.cpu() if self._ranks.is_main else None
             return known[place]
 
-        with self._ranks.together():
+        with self._ranks.all_or_none():
             return tree_map(gather, content)
 
     def evenly(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:

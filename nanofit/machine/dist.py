@@ -143,8 +143,9 @@ class Ranks:
         self._is_first_to_tell()  # so that they need not say that this one has died
         raise PartMissing(
             f"out of memory ({first_line(failure)}), and no process can go on without this one's "
-            "part of the model; use a smaller batch_size, and the run goes on from its newest "
-            "checkpoint"
+            "part of the model; with half the batch_size and twice the "
+            "gradient_accumulation_steps, or with --recompute=block, the run goes on from its "
+            "newest checkpoint"
         ) from failure
 
     @contextmanager

@@ -150,6 +150,13 @@ def read_asked(words: Sequence[str]) -> Settings:
             f"{AUTO} chooses a new model, but --init_from={settings.run.init_from} brings its own; "
             "give one of them"
         )
+    if settings.run.shard:
+        raise InputError(f"{AUTO} chooses a model that each card holds whole; leave out --shard")
+    if settings.run.loss == "full":
+        raise InputError(
+            f"{AUTO} weighs hundreds of models, whose memory is written down for loss = 'chunked' "
+            "alone; leave out --loss=full, or name the model"
+        )
     return settings
 
 
@@ -301,6 +308,12 @@ class _Question:
         """Of a step: a power of two that suits the tokens of the run and leaves it enough steps."""
         learn, block_size = self.asked.learn, one.shape.block_size
         if {"batch_size", "gradient_accumulation_steps"} <= self.given.keys():
+            if learn.sequences_per_step % self.capacity.processes:
+                raise InputError(
+                    f"{learn.sequences_per_step} sequences per step cannot be shared by "
+                    f"{self.capacity.processes} processes; leave out batch_size, and {AUTO} takes "
+                    "a multiple"
+                )
             return learn.sequences_per_step
         tokens = min(suited_tokens_per_step(one.tokens), one.tokens / FEWEST_STEPS)
         suited = max(2 ** round(math.log2(tokens / block_size)), FEWEST_SEQUENCES)

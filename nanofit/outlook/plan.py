@@ -207,11 +207,12 @@ class Plan:
         values = {name: getattr(length, name) for name in names} | {"hours": None} | self.advised
         replaced = tuple(f"--{name}=" for name in values)
         words = [word for word in self.words if not word.startswith(replaced)]
-        configured = load_config(words).learn
-        words += [f"--{k}={v}" for k, v in values.items() if getattr(configured, k) != v]
+        configured = load_config(words)
+        words += [f"--{k}={v}" for k, v in values.items() if getattr(configured.learn, k) != v]
         spread = self.speed.spread
         launcher = spread.launcher if spread else ["python"]
-        shard = ["--shard=True"] if spread and spread.shard else []
+        is_told = configured.run.shard or not (spread and spread.shard)
+        shard = [] if is_told else ["--shard=True"]
         return shlex.join([*launcher, "train.py", *words, *shard])
 
     @property
@@ -355,7 +356,11 @@ def speed_of_cards(
     is_compiled = run.compile and not shard
     step = _step_of(settings, min(learn.batch_size, share), share)
     computing_s = step.tokens / predicted_tokens_per_s(card, step, compiled=is_compiled)
-    traffic = (sharded_traffic if shard else replicated_traffic)(shape, world, step.passes)
+    if shard:
+        is_half = run.dtype != "float32"
+        traffic = sharded_traffic(shape, world, step.passes, is_half=is_half)
+    else:
+        traffic = replicated_traffic(shape, world, step.passes)
     carrier = find_link(link) if link else link_of(card)
     overlaps = not is_compiled  # a compiled graph gives all gradients at its end
     pass_s = computing_s / step.passes

@@ -68,3 +68,5 @@ def test_failure_of_one_part_ends_all_in_a_line(tmp_path):
     assert done.returncode == 2, done.stderr
     [line] = [one for one in done.stderr.splitlines() if "error: " in one]
     assert "out of memory (no room), and no process can go on without this one's part" in line
+    # Another batch_size alone would be another run.
+    assert "half the batch_size and twice the gradient_accumulation_steps" in line

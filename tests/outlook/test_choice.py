@@ -294,6 +294,8 @@ def test_blocks_are_no_longer_than_the_validation_text():
         (["--hours=0"], "hours = 0.0 must be above 0"),
         (["--hours=1", "--max_iters=9"], "each set the run's length"),
         (["--hours=1", "--init_from=gpt2"], "--init_from=gpt2 brings its own"),
+        (["--hours=1", "--loss=full"], "leave out --loss=full"),
+        (["--hours=1", "--shard=True"], "leave out --shard"),
         (["--hours=1", "--n_layer=200"], "knows no width for n_layer = 200"),
         (["--hours=1", "--n_layer=64", "--n_embd=8192"], "nothing that --model=auto could choose"),
         (["--hours=1", "--n_embd=7"], "heads of 7 / 1 = 7 are no multiple of 4"),
