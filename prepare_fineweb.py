@@ -9,7 +9,7 @@
 A file's ending tells what it is: .jsonl, .ndjson and .json hold a JSON object a line, .txt is one
 document, or what stands between separators without the line breaks around it; each may be .gz or
 .zst. Anything else is parquet. Of a folder one kind is read: parquet, if there is none JSON Lines,
-if there is none text; what is left out is told.
+if there is none text; what is left out is told. A plain .json is read only if it is named itself.
 
 Every document becomes its tokens and one end-of-text token, as headerless uint16 that nanoGPT reads
 too. Stop it at any time: the same command continues where it was. Shards are taken in the order of

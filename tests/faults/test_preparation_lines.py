@@ -70,7 +70,7 @@ def assert_bins_are(folder: Path, texts: list) -> None:
 
 
 @pytest.mark.parametrize("is_ascii", [True, False])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson.gz", "A.JSON.zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson.gz", "a.json", "A.JSON.zst"])
 def test_json_lines_give_the_bins_of_the_same_texts_in_parquet(tmp_path, name, is_ascii):
     texts = make_texts(1200) + ODD
     random.Random(2).shuffle(texts)
@@ -249,9 +249,9 @@ REFUSED = {
         b"{}\n" * 9
     ),
     "is not JSON Lines, an object a line: it begins with b'version": written(
-        "a.json", b"version https://git-lfs"
+        "a.jsonl", b"version https://git-lfs"
     ),
-    r"is not JSON Lines, an object a line: it begins with b'\['": written("a.json", ARRAY),
+    r"is not JSON Lines, an object a line: it begins with b'\['": written("a.jsonl", ARRAY),
     r"no text in a field 'text'; it has body \(str\), n \(int\)": written(
         "a.jsonl", b'{"body": "a", "n": 1}\n'
     ),
@@ -366,16 +366,61 @@ def test_of_a_folder_one_kind_is_read_and_the_rest_is_told(tmp_path, capsys):
     write(tmp_path / "README.txt", b"how it was made")
     write(tmp_path / "state.json", b'{"version": 1}')
     write(tmp_path / "b/1.JSONL.gz".lower(), as_lines(texts[30:]))
+    write(tmp_path / "b/2.json.gz", as_lines([]))
     write(tmp_path / "b/LICENSE", b"none")
-    assert names(shards.find_shards([str(tmp_path / "b")])) == ["1.jsonl.gz"]
+    assert names(shards.find_shards([str(tmp_path / "b")])) == ["1.jsonl.gz", "2.json.gz"]
     assert not capsys.readouterr().err
     write_shard(tmp_path / "a/0.parquet", texts[:30])
     assert names(shards.find_shards([str(tmp_path)])) == ["0.parquet"]
-    text_told, lines_told = sorted(capsys.readouterr().err.splitlines(), key=len)
-    assert "its parquet files are read, not the 1 text ones, such as README.txt" in text_told
+    lines_told, text_told, json_told = capsys.readouterr().err.splitlines()
     assert "not the 2 JSON Lines ones" in lines_told
+    assert "its parquet files are read, not the 1 text ones, such as README.txt" in text_told
+    assert "not the 1 .json ones, such as state.json" in json_told
     prepare(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out")
     assert_bins_are(tmp_path / "out", texts)
+
+
+INTERRUPTED = """
+prepare_fineweb.write_meta = lambda *_: __import__("os").kill(__import__("os").getpid(), 2)"""
+
+
+@pytest.mark.parametrize("place", [".", "made/here"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_the_same_command_goes_on_where_the_output_is_in_the_folder_of_the_shards(
+    tmp_path, capsys, name, place
+):
+    """Our own notes there are no shards, nor are those of others."""
+    texts, folder = make_texts(60), tmp_path / "in"
+    content = as_lines(texts) if "jsonl" in name else "\n==\n".join(texts).encode()
+    shard, words = write(folder / name, content), ("--separator", r"\n==\n")
+    prepare(shard, "--out", tmp_path / "plain", *words)
+    capsys.readouterr()
+    process = start(folder / place, folder, INTERRUPTED, flags=words)
+    process.communicate()
+    assert process.returncode == 130 and (folder / place / "progress.json").exists()
+    prepare(folder, "--out", folder / place, *words)
+    prepare(folder, "--out", folder / place, *words)
+    told = capsys.readouterr()
+    assert "continuing after 60" in told.out and "nothing to do" in told.out and not told.err
+    made, plain = read_meta(folder / place), read_meta(tmp_path / "plain")
+    assert made["sources"] == plain["sources"] and made["splits"] == plain["splits"]
+    assert_bins_are(folder / place, texts)
+    write(folder / "dataset_info.json", b"[]")
+    assert names(shards.find_shards([str(folder)])) == [name]
+    assert "not the 1 .json ones, such as dataset_info.json" in capsys.readouterr().err
+
+
+def test_plain_json_is_read_only_if_it_is_named(tmp_path):
+    for name in ("dataset_info.json", "meta.json"):
+        write(tmp_path / "in" / name, as_lines(make_texts(9)))
+    address = f"file://{tmp_path}/in"
+    for folder in (str(tmp_path / "in"), address):
+        with pytest.raises(InputError, match=r"without .parquet, .jsonl, .ndjson, .txt .* named"):
+            shards.find_shards([folder])
+    named = [str(tmp_path / "in/meta.json"), f"{address}/dataset_info.json"]
+    assert shards.find_shards(named) == named
+    write(tmp_path / "in/a.txt", b"text")
+    assert names(shards.find_shards([address])) == ["a.txt"]
 
 
 def names(locations: list[str]) -> list[str]:
