@@ -60,7 +60,7 @@ def open_shards(
             f"--sha256 got {len(sha256)} digests for {len(locations)} files; give one each"
         )
     expected = [digest.lower() for digest in sha256] or [None] * len(locations)
-    order = sorted(range(len(locations)), key=lambda number: _path_of(locations[number]))
+    order = sorted(range(len(locations)), key=lambda number: path_of(locations[number]))
     with ThreadPoolExecutor(8) as pool:
         opened = [
             pool.submit(open_shard, locations[number], text_column, expected[number], separator)
@@ -112,6 +112,11 @@ def count_rows(shard: Shard, most: int) -> int:
         return min(shard.rows, most)
     ends = [chunk.end.row for chunk in read_chunks(replace(shard, rows=most))]
     return ends[-1] if ends else 0
+
+
+def path_of(location: str) -> str:
+    """The same however it is spelled; a link keeps its name, whose ending tells the kind."""
+    return location if is_remote(location) else os.path.abspath(location)  # noqa: PTH100
 
 
 def _layout_of(
@@ -187,8 +192,3 @@ def _kind_in_folder(name: str) -> str | None:
 
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
-
-
-def _path_of(location: str) -> str:
-    """The same however it is spelled."""
-    return location if is_remote(location) else os.path.abspath(location)  # noqa: PTH100

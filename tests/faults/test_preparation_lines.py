@@ -456,6 +456,29 @@ def test_another_separator_is_another_dataset(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_engine_reads_links_by_their_own_names(tmp_path):
+    """As in a Hugging Face cache, whose files have no endings."""
+    pytest.importorskip("datatrove")
+    texts, folder = make_texts(80), tmp_path / "snapshots/x"
+    made = [
+        write(tmp_path / "a.jsonl", as_lines(texts[:40])),
+        write_shard(tmp_path / "b.parquet", texts[40:]),
+    ]
+    (tmp_path / "blobs").mkdir()
+    folder.mkdir(parents=True)
+    for shard in made:
+        shard.rename(tmp_path / "blobs" / shard.stem)
+        (folder / shard.name).symlink_to(f"../../blobs/{shard.stem}")
+    inputs = [folder / shard.name for shard in made]
+    prepare(*inputs, "--out", tmp_path / "plain")
+    command = [sys.executable, "prepare_fineweb.py", *inputs, "--out", tmp_path / "spread"]
+    command += ["--engine", "local", "--workers", "2"]
+    processes.run(command, check=True, cwd=processes.PROJECT)
+    assert read_meta(tmp_path / "spread")["sources"] == read_meta(tmp_path / "plain")["sources"]
+    assert_bins_are(tmp_path / "spread", texts)
+
+
+@pytest.mark.slow
 def test_an_engine_gives_the_plain_datasets_of_many_shards_of_every_kind(tmp_path):
     pytest.importorskip("datatrove")
     texts = make_texts(240)
