@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from nanofit.data import documents, lines, shards
+from nanofit.data.source import Position
 from nanofit.terminal import InputError
 from tests import processes
 from tests.shards import (
@@ -215,6 +216,40 @@ def test_text_that_is_not_utf8_is_left_out_and_counted(tmp_path):
     assert_bins_are(tmp_path, texts)
     counts = read_meta(tmp_path)["counts"]
     assert (counts["not_utf8"], counts["skipped"], counts["not_json"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("size", [2**22, 700])
+def test_text_files_without_their_separator_are_counted_and_told_once(
+    tmp_path, monkeypatch, capsys, codec, size
+):
+    """Windows writes a line break of its own; what lies behind the first separator is fine."""
+    monkeypatch.setattr(lines, "CHUNK_BYTES", size)
+    texts = [text.replace("\n", " ") for text in make_texts(30)]
+    windows, both = "\r\n\r\n".join(texts[:10]), "\n\n".join(texts[10:20])
+    for name, text in {"a": windows, "b": lines.BOM.decode() + windows, "c": both, "d": ""}.items():
+        write(tmp_path / f"in/{name}.txt{codec}", text.encode())
+    write(tmp_path / f"in/e.txt{codec}", f"{texts[20]}\n\n".encode())
+    prepare(tmp_path / "in", "--out", tmp_path / "out", "--separator", r"\n\n")
+    assert read_meta(tmp_path / "out")["counts"]["unsplit"] == 2
+    told = r"2 text files without '\n\n' are one document each; with Windows line breaks it is "
+    assert capsys.readouterr().out.count(told + r"--separator '\r\n\r\n'") == 1
+    assert_bins_are(tmp_path / "out", [windows, windows, *texts[10:21]])
+    (split,) = shards.open_shards([str(tmp_path / f"in/c.txt{codec}")], "text", separator="\n\n")
+    places = [Position(), *(block.end for block in shards.read_chunks(split))]
+    left = [block for place in places for block in shards.read_chunks(split, 0, place)]
+    assert left and not any(block.is_unsplit for block in left)
+    shard = tmp_path / f"in/a.txt{codec}"
+    prepare(shard, "--out", tmp_path / "windows", "--separator", r"\r\n\r\n")
+    assert_bins_are(tmp_path / "windows", texts[:10])
+    assert "without" not in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"1 different .* 1 text files without .* with Windows"):
+        prepare(shard, "--out", tmp_path / "one", "--separator", r"\n\n")
+    monkeypatch.setattr(lines, "LONGEST_BYTES", 500)
+    with pytest.raises(InputError, match=r"0 different .* 1 text files without .* 1 too long"):
+        prepare(shard, "--out", tmp_path / "one", "--separator", r"\n\n")
+    with pytest.raises(InputError, match=r"1 text files without '\|' are one document each \("):
+        prepare(shard, "--out", tmp_path / "one", "--separator", "|")
 
 
 # Refused
