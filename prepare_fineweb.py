@@ -9,7 +9,7 @@
 A file's ending tells what it is: .jsonl, .ndjson and .json hold a JSON object a line, .txt is one
 document, or what stands between separators without the line breaks around it; each may be .gz or
 .zst. Anything else is parquet. Of a folder one kind is read: parquet, if there is none JSON Lines,
-if there is none text; what is left out is told.
+if there is none text; what is left out is told. A plain .json is read only if it is named itself.
 
 Every document becomes its tokens and one end-of-text token, as headerless uint16 that nanoGPT reads
 too. Stop it at any time: the same command continues where it was. Shards are taken in the order of
@@ -53,8 +53,8 @@ from nanofit.data.documents import (
 )
 from nanofit.data.lines import Block
 from nanofit.data.parquet import mean_token_count
-from nanofit.data.remote import is_remote, stop_waiting
-from nanofit.data.shards import count_rows, find_shards, open_shards, read_chunks
+from nanofit.data.remote import stop_waiting
+from nanofit.data.shards import count_rows, find_shards, open_shards, path_of, read_chunks
 from nanofit.data.source import Chunk, Position, Shard
 from nanofit.data.tokenizer import fast_encoder, reference_encoder
 from nanofit.lock import only_one_in
@@ -346,9 +346,8 @@ def spread(
 
 def shard_command(shard: Shard, options: Options, arguments: argparse.Namespace) -> list[str]:
     """The plain command for one shard of many, but where its output goes."""
-    location = shard.location if is_remote(shard.location) else str(Path(shard.location).resolve())
     threads = 1 if arguments.engine == "local" else arguments.workers
-    command = [sys.executable, str(ROOT / "prepare_fineweb.py"), location]
+    command = [sys.executable, str(ROOT / "prepare_fineweb.py"), path_of(shard.location)]
     command += ["--val_fraction", str(options.val_fraction)]
     command += ["--val_hash_below", str(options.val_hash_below)]
     command += ["--text_column", options.text_column, "--workers", str(threads)]

@@ -403,6 +403,8 @@ def test_an_engine_tells_which_shard_failed_and_why(tmp_path):
     assert "damaged in row group 0" in done.stderr.splitlines()[-1]
     assert (tmp_path / "out/shards/00000-good/meta.json").exists()
     assert not (tmp_path / "out/meta.json").exists()
+    with pytest.raises(InputError, match="folder without"):  # nothing there is a shard
+        shards.find_shards([str(tmp_path / "out")])
 
 
 def test_merged_folders_are_one_dataset_in_order(tmp_path):

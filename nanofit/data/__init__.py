@@ -6,5 +6,5 @@ open_shards) and `parquet` (mean_token_count). prepare_fineweb.py alone uses `do
 makes tokens of the texts in shards, `bins`, which writes these, `dataset`, which describes a folder
 of them, `engine`, which spreads the work over many machines, `source`, what is known of a file of
 documents, `lines`, which reads those of JSON or text, `digests` (SourceDigests), and `remote`
-(is_remote, stop_waiting), files at an address. Its own: `form`, what a JSON file must look like.
+(stop_waiting), files at an address. Its own: `form`, what a JSON file must look like.
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 from nanofit.data.bins import JOURNAL, SPLITS, BinWriter
 from nanofit.data.digests import sha256_of
 from nanofit.data.form import read_json
-from nanofit.data.lines import LONGEST_BYTES
+from nanofit.data.lines import LONGEST_BYTES, words_on_unsplit
 from nanofit.data.source import Shard
 from nanofit.data.tokenizer import END_OF_TEXT, VOCABULARY_SIZE
 from nanofit.files import atomic_write
@@ -27,6 +27,7 @@ COUNTS = (
     "not_json",  # lines that are no JSON object
     "not_text",  # objects that hold a number, a list or the like for a text
     "too_long",  # lines, or documents of a text file, longer than memory is given to
+    "unsplit",  # text files that were read to their end without their separator
     "spelling_end_of_text",  # documents that hold <|endoftext|>, which is text to us
     "checked",  # documents encoded by both encoders, and how many of them differed
     "mismatched",
@@ -205,6 +206,8 @@ def warnings_about(meta: dict) -> Iterator[str]:
             f"{counts['too_long']:,} documents of more than {LONGEST_BYTES // 2**20} MiB were "
             "skipped; are they in the form that the file's ending tells?"
         )
+    if counts["unsplit"]:
+        yield words_on_unsplit(counts["unsplit"], str(meta["options"].get("separator")))
     if counts["mismatched"]:
         yield (
             f"fastokens differed from tiktoken on {counts['mismatched']} of {counts['checked']} "

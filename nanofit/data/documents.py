@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from nanofit.data.lines import Block
+from nanofit.data.lines import Block, words_on_unsplit
 from nanofit.data.shards import count_rows, read_chunks
 from nanofit.data.source import CHUNK_BYTES, Chunk, Lines, Shard, is_utf8, text_offsets
 from nanofit.data.tokenizer import END_OF_TEXT, Encoder
@@ -117,7 +117,7 @@ def choose_val_hash_below(shards: list[Shard], val_fraction: float) -> int:
             tally.update(chunk_tally)
     hashes = sorted(hashes)
     if len(hashes) < 2:
-        hint = "; --separator splits text files" if shards and _is_one(shards[0]) else ""
+        hint = _hint_on_separator(shards, tally["unsplit"])
         raise InputError(
             f"{len(hashes)} different documents cannot be split into train and val; "
             f"give at least 2{hint}{words_on_skipped(tally)}"
@@ -132,8 +132,13 @@ def words_on_skipped(tally: Mapping[str, int]) -> str:
     return f" (left out: {', '.join(told)})" if told else ""
 
 
-def _is_one(shard: Shard) -> bool:
-    return isinstance(shard.layout, Lines) and not shard.layout.separator
+def _hint_on_separator(shards: list[Shard], unsplit: int) -> str:
+    """Why there may be more documents in text files than were found."""
+    layouts = [shard.layout for shard in shards if isinstance(shard.layout, Lines)]
+    separators = [layout.separator for layout in layouts if not layout.is_json]
+    if unsplit:
+        return f"; {words_on_unsplit(unsplit, separators[0].decode())}"
+    return "; --separator splits text files" if None in separators else ""
 
 
 def _are_few(shards: list[Shard]) -> bool:

@@ -11,7 +11,7 @@ from nanofit.files import PROJECT
 from nanofit.terminal import InputError
 
 ENGINES = ("local", "slurm", "ray")
-ERROR_FILE = "error.txt"
+ERROR_FILE = "error.log"  # not .txt, which is a shard where the output is in their folder
 
 
 def prepare_each(

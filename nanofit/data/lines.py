@@ -38,6 +38,7 @@ class Block:
     documents: list[bytes | None]  # None for one that was too long
     shard: Shard
     is_first_of_group: bool
+    is_unsplit: bool  # all of a file, in which the separator was looked for in vain
     end: Position
 
     @property
@@ -50,6 +51,7 @@ class Block:
         if self.shard.layout.is_json:
             documents = list(_texts_of(documents, self.shard.text_column, tally))
         elif self.shard.layout.separator:
+            tally["unsplit"] += self.is_unsplit
             documents = [document.strip(b"\r\n") for document in documents]
         texts = pa.array(documents, pa.binary())
         return Chunk(texts, None, self.is_first_of_group, self.end, tally)
@@ -85,7 +87,8 @@ def read_lines(
     """The shard's documents from `start` on; what a block ends with does not depend on the rest."""
     row, most_rows = start.row, shard.rows
     with _content(shard, start.byte) as (stream, file):
-        for documents, ends in _documents(stream, shard, start.byte, read_bytes or CHUNK_BYTES):
+        pieces = _documents(stream, shard, start.byte, read_bytes or CHUNK_BYTES)
+        for documents, ends, is_unsplit in pieces:
             while documents and row != most_rows:
                 count = min(GROUP_ROWS - row % GROUP_ROWS, len(documents))
                 count = count if most_rows is None else min(count, most_rows - row)
@@ -94,11 +97,20 @@ def read_lines(
                     documents[:count],
                     shard,
                     is_first_of_group=_is_first_of_group(shard, row - count, documents[0]),
+                    is_unsplit=is_unsplit,
                     end=Position(index, row, ends[count - 1], file.tell()),
                 )
                 documents, ends = documents[count:], ends[count:]
             if row == most_rows:
                 return
+
+
+def words_on_unsplit(count: int, separator: str) -> str:
+    """What to tell of text files that are one document each for want of a separator."""
+    windows = separator.replace("\r\n", "\n").replace("\n", "\r\n")
+    is_other = separator not in (windows, "\n")  # which Windows has in its line breaks, too
+    hint = f"; with Windows line breaks it is --separator {windows!r}" if is_other else ""
+    return f"{count:,} text files without {separator!r} are one document each{hint}"
 
 
 def _first_lines(shard: Shard) -> tuple[list[bytes], int]:
@@ -135,8 +147,12 @@ def _content(shard: Shard, byte: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 def _documents(
     stream: BinaryIO, shard: Shard, start: int, read_bytes: int
-) -> Iterator[tuple[list[bytes | None], list[int]]]:
-    """Documents as they are completed, None for too long ones, and the bytes at which they end."""
+) -> Iterator[tuple[list[bytes | None], list[int], bool]]:
+    """Documents as they are completed, None for too long ones, and the bytes at which they end.
+
+    With them stands whether they are all of a file, which has no separator.
+    """
+    is_unsplit = start == 0
     separator, at = shard.layout.separator, start
     parts, held, lost, tail = [], 0, 0, b""  # of a document that has not ended
     while block := stream.read(read_bytes):
@@ -147,7 +163,8 @@ def _documents(
         if separator and separator in window:
             *documents, rest = b"".join(parts).split(separator)
             ends = list(_ends(documents, at + lost, len(separator)))
-            yield _without_too_long(documents, lost), ends
+            is_unsplit = False
+            yield _without_too_long(documents, lost), ends, is_unsplit
             parts, held, lost, at = [rest], len(rest), 0, ends[-1]
             tail = _end_of(rest, separator)
         elif (held := held + len(block)) > LONGEST_BYTES:
@@ -155,7 +172,7 @@ def _documents(
             parts, held, lost = [tail], len(tail), lost + held - len(tail)
     rest = b"".join(parts)
     if rest.strip() or lost or (rest and not separator):
-        yield _without_too_long([rest], lost), [at + lost + len(rest)]
+        yield _without_too_long([rest], lost), [at + lost + len(rest)], is_unsplit
 
 
 def _end_of(content: bytes, separator: bytes | None) -> bytes:

@@ -1,7 +1,8 @@
 """The shards that paths, folders and addresses mean: found, opened, and read by their kind.
 
 A file's ending tells its kind: .jsonl, .ndjson and .json are JSON Lines, .txt is text, each of them
-also .gz or .zst, and all else is parquet. Of a folder only the first kind of KINDS in it is read.
+also .gz or .zst, and all else is parquet. Of a folder only the first kind of KINDS in it is read,
+and never a plain .json: there it is a note on the data, ours among them.
 """
 
 import os
@@ -13,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from nanofit.data.bins import JOURNAL
+from nanofit.data.dataset import META
 from nanofit.data.digests import KNOWN_SHA256
 from nanofit.data.lines import Block, check_lines, read_lines
 from nanofit.data.parquet import read_footer, read_parquet
@@ -21,6 +24,7 @@ from nanofit.data.source import Chunk, Footer, Lines, Position, Shard, name_of, 
 from nanofit.terminal import InputError, first_line
 
 KINDS = {"parquet": ["parquet"], "JSON Lines": ["jsonl", "ndjson", "json"], "text": ["txt"]}
+NOTE = ".json"  # how a file of a folder ends that is not read, unless it is named itself
 BEGINNING = Position()
 CODECS = {"gz": "gzip", "zst": "zstd"}
 MOST_SHARDS = 200_000  # meta.json tells of each
@@ -56,7 +60,7 @@ def open_shards(
             f"--sha256 got {len(sha256)} digests for {len(locations)} files; give one each"
         )
     expected = [digest.lower() for digest in sha256] or [None] * len(locations)
-    order = sorted(range(len(locations)), key=lambda number: _path_of(locations[number]))
+    order = sorted(range(len(locations)), key=lambda number: path_of(locations[number]))
     with ThreadPoolExecutor(8) as pool:
         opened = [
             pool.submit(open_shard, locations[number], text_column, expected[number], separator)
@@ -110,6 +114,11 @@ def count_rows(shard: Shard, most: int) -> int:
     return ends[-1] if ends else 0
 
 
+def path_of(location: str) -> str:
+    """The same however it is spelled; a link keeps its name, whose ending tells the kind."""
+    return location if is_remote(location) else os.path.abspath(location)  # noqa: PTH100
+
+
 def _layout_of(
     location: str, bytes: int, text_column: str, separator: str | None
 ) -> tuple[Footer | Lines, int | None]:
@@ -152,14 +161,16 @@ def _expand(given: str) -> list[str]:
 
 def _of_one_kind(folder: str, locations: list[str]) -> list[str]:
     """What of a folder is read: beside documents there may be notes on them, of another kind."""
-    by_kind = {kind: [] for kind in KINDS}
+    by_kind = {kind: [] for kind in (*KINDS, NOTE)}
     for location in locations:
-        if known := _kind_of(name_of(location)):
-            by_kind[known[0]].append(location)
-    found = [kind for kind in KINDS if by_kind[kind]]
-    if not found:
-        endings = ", ".join(f".{ending}" for known in KINDS.values() for ending in known)
-        raise InputError(f"{folder} is a folder without {endings} files")
+        if kind := _kind_in_folder(name_of(location)):
+            by_kind[kind].append(location)
+    found = [kind for kind in by_kind if by_kind[kind]]
+    if not found or found[0] == NOTE:
+        endings = (f".{ending}" for known in KINDS.values() for ending in known)
+        wanted = ", ".join(ending for ending in endings if ending != NOTE)
+        hint = f"; its {NOTE} files are read if they are named themselves" if found else ""
+        raise InputError(f"{folder} is a folder without {wanted} files{hint}")
     for kind in found[1:]:
         print(
             f"{folder}: its {found[0]} files are read, not the {len(by_kind[kind])} {kind} ones, "
@@ -169,10 +180,15 @@ def _of_one_kind(folder: str, locations: list[str]) -> list[str]:
     return by_kind[found[0]]
 
 
+def _kind_in_folder(name: str) -> str | None:
+    """What a file is counted as in a folder, where a dataset of ours may lie beside its shards."""
+    if name in (META, JOURNAL):
+        return None
+    if name.lower().endswith(NOTE):
+        return NOTE
+    known = _kind_of(name)
+    return known[0] if known else None
+
+
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
-
-
-def _path_of(location: str) -> str:
-    """The same however it is spelled."""
-    return location if is_remote(location) else os.path.abspath(location)  # noqa: PTH100

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from nanofit.data import documents, lines, shards
+from nanofit.data.source import Position
 from nanofit.terminal import InputError
 from tests import processes
 from tests.shards import (
@@ -70,7 +71,7 @@ def assert_bins_are(folder: Path, texts: list) -> None:
 
 
 @pytest.mark.parametrize("is_ascii", [True, False])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson.gz", "A.JSON.zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson.gz", "a.json", "A.JSON.zst"])
 def test_json_lines_give_the_bins_of_the_same_texts_in_parquet(tmp_path, name, is_ascii):
     texts = make_texts(1200) + ODD
     random.Random(2).shuffle(texts)
@@ -217,6 +218,40 @@ def test_text_that_is_not_utf8_is_left_out_and_counted(tmp_path):
     assert (counts["not_utf8"], counts["skipped"], counts["not_json"]) == (1, 1, 0)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("size", [2**22, 700])
+def test_text_files_without_their_separator_are_counted_and_told_once(
+    tmp_path, monkeypatch, capsys, codec, size
+):
+    """Windows writes a line break of its own; what lies behind the first separator is fine."""
+    monkeypatch.setattr(lines, "CHUNK_BYTES", size)
+    texts = [text.replace("\n", " ") for text in make_texts(30)]
+    windows, both = "\r\n\r\n".join(texts[:10]), "\n\n".join(texts[10:20])
+    for name, text in {"a": windows, "b": lines.BOM.decode() + windows, "c": both, "d": ""}.items():
+        write(tmp_path / f"in/{name}.txt{codec}", text.encode())
+    write(tmp_path / f"in/e.txt{codec}", f"{texts[20]}\n\n".encode())
+    prepare(tmp_path / "in", "--out", tmp_path / "out", "--separator", r"\n\n")
+    assert read_meta(tmp_path / "out")["counts"]["unsplit"] == 2
+    told = r"2 text files without '\n\n' are one document each; with Windows line breaks it is "
+    assert capsys.readouterr().out.count(told + r"--separator '\r\n\r\n'") == 1
+    assert_bins_are(tmp_path / "out", [windows, windows, *texts[10:21]])
+    (split,) = shards.open_shards([str(tmp_path / f"in/c.txt{codec}")], "text", separator="\n\n")
+    places = [Position(), *(block.end for block in shards.read_chunks(split))]
+    left = [block for place in places for block in shards.read_chunks(split, 0, place)]
+    assert left and not any(block.is_unsplit for block in left)
+    shard = tmp_path / f"in/a.txt{codec}"
+    prepare(shard, "--out", tmp_path / "windows", "--separator", r"\r\n\r\n")
+    assert_bins_are(tmp_path / "windows", texts[:10])
+    assert "without" not in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"1 different .* 1 text files without .* with Windows"):
+        prepare(shard, "--out", tmp_path / "one", "--separator", r"\n\n")
+    monkeypatch.setattr(lines, "LONGEST_BYTES", 500)
+    with pytest.raises(InputError, match=r"0 different .* 1 text files without .* 1 too long"):
+        prepare(shard, "--out", tmp_path / "one", "--separator", r"\n\n")
+    with pytest.raises(InputError, match=r"1 text files without '\|' are one document each \("):
+        prepare(shard, "--out", tmp_path / "one", "--separator", "|")
+
+
 # Refused
 
 
@@ -249,9 +284,9 @@ REFUSED = {
         b"{}\n" * 9
     ),
     "is not JSON Lines, an object a line: it begins with b'version": written(
-        "a.json", b"version https://git-lfs"
+        "a.jsonl", b"version https://git-lfs"
     ),
-    r"is not JSON Lines, an object a line: it begins with b'\['": written("a.json", ARRAY),
+    r"is not JSON Lines, an object a line: it begins with b'\['": written("a.jsonl", ARRAY),
     r"no text in a field 'text'; it has body \(str\), n \(int\)": written(
         "a.jsonl", b'{"body": "a", "n": 1}\n'
     ),
@@ -366,16 +401,61 @@ def test_of_a_folder_one_kind_is_read_and_the_rest_is_told(tmp_path, capsys):
     write(tmp_path / "README.txt", b"how it was made")
     write(tmp_path / "state.json", b'{"version": 1}')
     write(tmp_path / "b/1.JSONL.gz".lower(), as_lines(texts[30:]))
+    write(tmp_path / "b/2.json.gz", as_lines([]))
     write(tmp_path / "b/LICENSE", b"none")
-    assert names(shards.find_shards([str(tmp_path / "b")])) == ["1.jsonl.gz"]
+    assert names(shards.find_shards([str(tmp_path / "b")])) == ["1.jsonl.gz", "2.json.gz"]
     assert not capsys.readouterr().err
     write_shard(tmp_path / "a/0.parquet", texts[:30])
     assert names(shards.find_shards([str(tmp_path)])) == ["0.parquet"]
-    text_told, lines_told = sorted(capsys.readouterr().err.splitlines(), key=len)
-    assert "its parquet files are read, not the 1 text ones, such as README.txt" in text_told
+    lines_told, text_told, json_told = capsys.readouterr().err.splitlines()
     assert "not the 2 JSON Lines ones" in lines_told
+    assert "its parquet files are read, not the 1 text ones, such as README.txt" in text_told
+    assert "not the 1 .json ones, such as state.json" in json_told
     prepare(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out")
     assert_bins_are(tmp_path / "out", texts)
+
+
+INTERRUPTED = """
+prepare_fineweb.write_meta = lambda *_: __import__("os").kill(__import__("os").getpid(), 2)"""
+
+
+@pytest.mark.parametrize("place", [".", "made/here"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_the_same_command_goes_on_where_the_output_is_in_the_folder_of_the_shards(
+    tmp_path, capsys, name, place
+):
+    """Our own notes there are no shards, nor are those of others."""
+    texts, folder = make_texts(60), tmp_path / "in"
+    content = as_lines(texts) if "jsonl" in name else "\n==\n".join(texts).encode()
+    shard, words = write(folder / name, content), ("--separator", r"\n==\n")
+    prepare(shard, "--out", tmp_path / "plain", *words)
+    capsys.readouterr()
+    process = start(folder / place, folder, INTERRUPTED, flags=words)
+    process.communicate()
+    assert process.returncode == 130 and (folder / place / "progress.json").exists()
+    prepare(folder, "--out", folder / place, *words)
+    prepare(folder, "--out", folder / place, *words)
+    told = capsys.readouterr()
+    assert "continuing after 60" in told.out and "nothing to do" in told.out and not told.err
+    made, plain = read_meta(folder / place), read_meta(tmp_path / "plain")
+    assert made["sources"] == plain["sources"] and made["splits"] == plain["splits"]
+    assert_bins_are(folder / place, texts)
+    write(folder / "dataset_info.json", b"[]")
+    assert names(shards.find_shards([str(folder)])) == [name]
+    assert "not the 1 .json ones, such as dataset_info.json" in capsys.readouterr().err
+
+
+def test_plain_json_is_read_only_if_it_is_named(tmp_path):
+    for name in ("dataset_info.json", "meta.json"):
+        write(tmp_path / "in" / name, as_lines(make_texts(9)))
+    address = f"file://{tmp_path}/in"
+    for folder in (str(tmp_path / "in"), address):
+        with pytest.raises(InputError, match=r"without .parquet, .jsonl, .ndjson, .txt .* named"):
+            shards.find_shards([folder])
+    named = [str(tmp_path / "in/meta.json"), f"{address}/dataset_info.json"]
+    assert shards.find_shards(named) == named
+    write(tmp_path / "in/a.txt", b"text")
+    assert names(shards.find_shards([address])) == ["a.txt"]
 
 
 def names(locations: list[str]) -> list[str]:
@@ -408,6 +488,29 @@ def test_another_separator_is_another_dataset(tmp_path):
 
 
 # Spread
+
+
+@pytest.mark.slow
+def test_an_engine_reads_links_by_their_own_names(tmp_path):
+    """As in a Hugging Face cache, whose files have no endings."""
+    pytest.importorskip("datatrove")
+    texts, folder = make_texts(80), tmp_path / "snapshots/x"
+    made = [
+        write(tmp_path / "a.jsonl", as_lines(texts[:40])),
+        write_shard(tmp_path / "b.parquet", texts[40:]),
+    ]
+    (tmp_path / "blobs").mkdir()
+    folder.mkdir(parents=True)
+    for shard in made:
+        shard.rename(tmp_path / "blobs" / shard.stem)
+        (folder / shard.name).symlink_to(f"../../blobs/{shard.stem}")
+    inputs = [folder / shard.name for shard in made]
+    prepare(*inputs, "--out", tmp_path / "plain")
+    command = [sys.executable, "prepare_fineweb.py", *inputs, "--out", tmp_path / "spread"]
+    command += ["--engine", "local", "--workers", "2"]
+    processes.run(command, check=True, cwd=processes.PROJECT)
+    assert read_meta(tmp_path / "spread")["sources"] == read_meta(tmp_path / "plain")["sources"]
+    assert_bins_are(tmp_path / "spread", texts)
 
 
 @pytest.mark.slow
