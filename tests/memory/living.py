@@ -11,13 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanofit.machine.dist import Ranks, start_ranks
 from nanofit.memory.setup import Setup
@@ -43,45 +39,38 @@ def setup_of(arch: str, world: int, way: str) -> Setup:
     return Setup(shape, dtype="float32", world=world, shard=way == "sharded")
 
 
-class Living:
-    """What is allocated at the moments when most of it should be."""
+class Living(TorchDispatchMode):
+    """The most that is allocated after any operation but the collectives, of which gloo has copies.
+
+    These it lets go when it likes, so that what there is right after them is not always the same.
+    """
 
     def __init__(self):
+        super().__init__()
         self._library = ctypes.CDLL("libc.so.6")
         self._library.mallinfo2.restype = _Info
-        self.samples: list[int] = []
+        self.most = 0
 
     def now(self) -> int:
         info = self._library.mallinfo2()
         return info.uordblks + info.hblkhd
 
-    def note(self, *_) -> None:
-        self.samples.append(self.now())
-
-    def noting(self, kind: type) -> object:
-        """A collective of torch's that notes what there is beside each of its buffers."""
-
-        def allocate(own, *args, **options):
-            made = kind.allocate(own, *args, **options)
-            self.note()
-            return made
-
-        return type("Noting", (kind,), {"allocate": allocate})()
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "c10d":
+            self.most = max(self.most, self.now())
+        return result
 
 
-def replicated(model: nn.Module, living: Living, _: Ranks) -> nn.Module:
+def replicated(model: nn.Module, _: Ranks) -> nn.Module:
     for parameter in model.parameters():
-        parameter.register_hook(living.note)  # while its gradient is not yet in a bucket
         parameter.grad = torch.zeros_like(parameter)
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def sharded(model: nn.Module, living: Living, ranks: Ranks) -> nn.Module:
+def sharded(model: nn.Module, ranks: Ranks) -> nn.Module:
     setup = setup_of(model.config.arch, ranks.world, "sharded")
     shard_(model, setup, init_device_mesh("cpu", (ranks.world,)))
-    for part in (one for one in model.modules() if isinstance(one, FSDPModule)):
-        part.set_custom_all_gather(living.noting(DefaultAllGather))
-        part.set_custom_reduce_scatter(living.noting(DefaultReduceScatter))
     return model
 
 
@@ -89,18 +78,19 @@ def peak_bytes(arch: str, ranks: Ranks, spread: Callable[..., nn.Module]) -> int
     """The most that tensors take in a step."""
     living, setup = Living(), setup_of(arch, ranks.world, spread.__name__)
     model = model_of(setup)
-    forward, optimizer = spread(model, living, ranks), optimizer_of(setup, model)
+    forward, optimizer = spread(model, ranks), optimizer_of(setup, model)
     before = []
     for step in range(1 + STEPS):
         before.append(living.now())
-        for batch in micro_batches_of(setup, 1):
-            forward(batch.idx, batch.targets).backward()
-        optimizer.step()
+        with living:
+            for batch in micro_batches_of(setup, 1):
+                forward(batch.idx, batch.targets).backward()
+            optimizer.step()
         optimizer.zero_grad(set_to_none=setup.shard)
         if step == 0:  # the moments came with it
             before.clear()
-            living.samples.clear()
-    return max(living.samples) - min(before) + held_bytes(model, optimizer)
+            living.most = 0
+    return living.most - min(before) + held_bytes(model, optimizer)
 
 
 def held_bytes(model: nn.Module, optimizer: Optimizer) -> int:
