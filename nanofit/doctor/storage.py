@@ -160,18 +160,25 @@ def data_findings(settings: Settings) -> Iterator[Finding]:
         for bins, what in zip(splits, ("learn from", "validate on"), strict=True)
     )
     files = [pair for bins in splits for pair in _with_digests(bins)]
+    yield content_finding(f"{folder}: {told}", files)
+
+
+def content_finding(told: str, files: list[tuple[Path, str]]) -> Finding:
+    """Whether files hold what their digests say; `told` is what else is known of them."""
     deadline = time.monotonic() + DIGEST_S
     for file, digest in files:
-        found = _digest_of(file, deadline)
+        try:
+            found = _digest_of(file, deadline)
+        except OSError as error:
+            unread = f"{file} cannot be read ({error.strerror})"
+            return problem("data", unread, "copy it from elsewhere, or prepare the dataset again")
         if found is None:
-            yield Finding("data", f"{folder}: {told}; sizes are right, content was not compared")
-            return
+            return Finding("data", f"{told}; sizes are right, content was not compared")
         if found != digest:
-            told = f"{file} has another content than was prepared"
-            yield problem("data", told, "prepare the dataset again, with --overwrite")
-            return
+            other = f"{file} has another content than was prepared"
+            return problem("data", other, "prepare the dataset again, with --overwrite")
     how = "whole, as it was prepared" if files else "sizes are right"
-    yield Finding("data", f"{folder}: {told}; {how}")
+    return Finding("data", f"{told}; {how}")
 
 
 def _unprepared(folder: Path, data: Data) -> Iterator[Finding]:
@@ -194,7 +201,7 @@ def _with_digests(bins: Bins) -> list[tuple[Path, str]]:
 def _digest_of(file: Path, deadline: float) -> str | None:
     """None if that would take too long."""
     digest = hashlib.sha256()
-    with suppress(OSError), file.open("rb") as content:
+    with file.open("rb") as content:
         while time.monotonic() < deadline:
             piece = content.read(PIECE_BYTES)
             if not piece:
