@@ -136,6 +136,16 @@ def test_disk_without_room_for_checkpoints_is_a_problem_and_no_speed_is_made_up(
             assert "/s" not in found.text  # too small to measure
 
 
+def test_parquet_that_tells_no_tokens_is_no_problem_while_there_is_room(disk, tmp_path):
+    rows = pa.table({"text": ["a" * 100_000] * 20})
+    for folder, state in ((tmp_path, "ok"), (disk, "problem")):
+        pq.write_table(rows, folder / "000.parquet", compression=None, use_dictionary=False)
+        found = of_data(folder)
+        assert (found.state, "--unique_tokens" in found.remedy) == (state, False)
+        assert "an unknown number of tokens, which train.py will prepare first" in found.text
+        assert " in about 2.0 MB of " in found.text
+
+
 def test_disk_of_the_data_is_measured_by_reading_them_where_it_is_another(disk, tmp_path):
     (disk / "train.bin").write_bytes(bytes(2**20))
     settings = load_config([*TINY_MODEL, f"--out_dir={tmp_path}", f"--dataset={disk}"])
