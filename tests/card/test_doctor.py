@@ -117,7 +117,7 @@ def test_card_without_bfloat16_is_told(card, examined):
     assert torch.endswith("has no bfloat16: float16 is used instead")
 
 
-NO_DRIVER = """
+LOOK = """
 from nanofit.machine.nvml import look_at_driver
 say(driver=look_at_driver())
 """
@@ -126,8 +126,28 @@ say(driver=look_at_driver())
 @pytest.mark.parametrize("code", ["12", None])  # of "library not found"; None: no nvidia-ml-py
 def test_without_nvml_there_is_nothing_to_tell(python, code):
     missing = "" if code else "import sys; sys.modules['pynvml'] = None\n"
-    [seen], _ = python(missing + NO_DRIVER, **({"CARD_NVML_ERROR": code} if code else {}))
+    [seen], _ = python(missing + LOOK, **({"CARD_NVML_ERROR": code} if code else {}))
     assert seen == {"driver": None}
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "refusal"),
+    [
+        ("nvmlSystemGetCudaDriverVersion", 13, "Function Not Found"),
+        ("nvmlDeviceGetHandleByIndex", 15, "GPU is lost"),
+        ("nvmlDeviceGetMemoryInfo", 15, "GPU is lost"),
+    ],
+)
+def test_card_that_is_lost_while_it_is_looked_at_is_a_refusal(python, call, code, refusal):
+    [seen], _ = python(LOOK, CARD_NVML_ERROR=f"{call}:{code}")
+    assert seen == {"driver": ["", [0, 0], [], refusal]}
+
+
+def test_card_that_shares_the_memory_of_its_host_is_told_by_torch(examined):
+    found, told = examined(CARD_NVML_ERROR="nvmlDeviceGetMemoryInfo:3")
+    assert told["is_well"]
+    assert found[0] == ("ok", "card", "NVIDIA GeForce RTX 4070, 12.0 GiB")
+    assert [topic for _, topic, _ in found] == ["card", "torch"]
 
 
 def test_machine_without_a_card_computes_on_its_cpu(card, examined):
