@@ -1,7 +1,7 @@
 """What a card does: three models trained for a few steps, by the trials that find a run's fit."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -10,9 +10,9 @@ from nanofit.doctor.system import this_system
 from nanofit.files import PROJECT
 from nanofit.fit.search import sizes_for
 from nanofit.fit.trial import TrialResult, run_trial, share_compile_cache
-from nanofit.machine.cards import known_card
+from nanofit.machine.cards import Card, known_card
 from nanofit.machine.device import Device, describe_device
-from nanofit.machine.measured import CardReport, MeasuredStep
+from nanofit.machine.measured import CardReport, MeasuredStep, in_words
 from nanofit.machine.nvml import look_at_driver
 from nanofit.memory.budget import usable_bytes
 from nanofit.memory.need import need_of
@@ -50,7 +50,7 @@ def measure_card(
     fitting += [(replace(setup, compiled=True), size) for setup, size in fitting[-1:]]
     if not fitting:
         show(Finding("measured", "nothing: no model of the three fits into what is free"))
-    steps = []
+    known, steps = known_card(device.name, device.memory_mib), []
     for setup, size in fitting:
         long = ", compiled, which may take minutes" if setup.compiled else ""
         note(
@@ -58,7 +58,7 @@ def measure_card(
         )
         trial = run_trial(setup, size, device=str(device.torch_device), limit_bytes=limit_bytes)
         steps.append(_step(setup, size, look, trial))
-        show(_finding(steps[-1], device.name, trial.reason))
+        show(_finding(steps[-1], known, trial.reason))
     return _report(device, look, steps)
 
 
@@ -97,23 +97,24 @@ def _report(device: Device, look: TrialResult, steps: list[MeasuredStep]) -> Car
     card, driver = torch.cuda.get_device_properties(device.torch_device), look_at_driver()
     bus = (card.pci_domain_id, card.pci_bus_id, card.pci_device_id)
     own = [one for one in (driver.cards if driver else ()) if one.pci_bus == bus]
-    return CardReport(
-        card=device.name.removeprefix("NVIDIA "),
-        memory_mib=device.memory_bytes // MIB,
+    report = CardReport(
+        card=in_words(device.name.removeprefix("NVIDIA ")),
+        memory_mib=device.memory_mib,
         capability=f"{card.major}.{card.minor}",
         watts=(own[0].watts if own else None) or 0.0,
         dtype=device.precision,
         system=this_system().kind,
-        driver=driver.version if driver else "",
-        cuda=torch.version.cuda,
-        torch=str(torch.__version__),
+        driver=in_words(driver and driver.version),
+        cuda=in_words(torch.version.cuda),  # which ROCm has not
+        torch=in_words(torch.__version__),
         context_bytes=look.context_bytes or 0,
         library_bytes=look.used_bytes + look.library_bytes,
         steps=tuple(steps),
     )
+    return CardReport.told(asdict(report))  # as whoever it is sent to will read it
 
 
-def _finding(one: MeasuredStep, card: str, reason: str) -> Finding:
+def _finding(one: MeasuredStep, known: Card | None, reason: str) -> Finding:
     """Outcome beside forecast; what there is no forecast of is left out."""
     stage = "compiled" if one.compiled else "eager"
     step = measured_step(one)
@@ -127,7 +128,7 @@ def _finding(one: MeasuredStep, card: str, reason: str) -> Finding:
     text += f"{one.allocated_bytes / MIB:,.0f} MiB "
     text += f"({one.allocated_bytes / one.forecast_bytes - 1:+.1%} to the forecast), "
     text += f"{compact(one.tokens_per_s)} tokens/s"
-    if known := known_card(card):
+    if known:
         planned = predicted_tokens_per_s(known, step, compiled=one.compiled)
         text += f" ({one.tokens_per_s / planned - 1:+.0%} to the plan)"
     return Finding("measured", text)

@@ -168,6 +168,33 @@ def test_compiling_is_tried_with_triton_on_the_card(card, examined):
     assert "and Triton" in found[-1][2]
 
 
+REPORT = """
+from dataclasses import asdict
+from nanofit.doctor.measure import _report
+from nanofit.fit.trial import TrialResult
+from nanofit.machine.device import describe_device
+device = describe_device("cuda")
+torch.version.cuda = {cuda!r}
+say(**asdict(_report(device, TrialResult(), [])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda", "card_told"),
+    [
+        ("AMD Instinct MI250X/MI250", None, "AMD Instinct MI250X-MI250"),  # ROCm
+        ("NVIDIA GeForce RTX 4060 Ti", "13.0", "GeForce RTX 4060 Ti 16GB"),
+    ],
+)
+def test_report_of_any_card_can_be_read_again_and_is_filed_by_its_memory(
+    python, card, name, cuda, card_told
+):
+    on = card("RTX 4060 Ti 16GB")
+    [told], _ = python(REPORT.format(cuda=cuda), on=on, CARD_NAME=name)
+    report = CardReport.told(told)
+    assert (report.card, report.cuda) == (told["card"], told["cuda"]) == (card_told, cuda or "")
+
+
 def test_card_is_measured_and_its_report_tells_nothing_of_whose_it_is(card, examined, tmp_path):
     on = card(memory=1500, folder=tmp_path / "mine")
     _, told = examined("--measure", on=on)
