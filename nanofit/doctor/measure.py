@@ -29,18 +29,21 @@ MIB = 2**20
 
 def measure_card(
     run: RunConfig, note: Callable[[str], None], show: Callable[[Finding], None]
-) -> CardReport:
-    """Train each model that should fit for two steps, the largest of them compiled as well."""
+) -> CardReport | None:
+    """Train each model that should fit for two steps, the largest of them compiled as well.
+
+    None where a run would take no card.
+    """
     device = describe_device(run.device, run.dtype)
     if device.type != "cuda":
-        raise InputError(f"--measure is for a card, and a run would take {device.name}")
+        text = f"nothing: --measure is for a card, and a run would take {device.name}"
+        show(Finding("measured", text, state="warning"))
+        return None
     share_compile_cache()
     note("looking at what is free on the card")
     models = [load_config([str(PROJECT / f"config/{name}.py")]) for name in MODELS]
     setups = [_setup(settings.shape, device) for settings in models]
-    look = run_trial(setups[0], 0, device=str(device.torch_device), limit_bytes=None)
-    if look.reason:
-        raise InputError(f"{device.torch_device} cannot be used: {look.reason}")
+    look = _look(setups[0], device)
     limit_bytes = usable_bytes(look.free_bytes, run)
     sizes = [
         _largest(setup, settings.learn, limit_bytes - look.used_bytes)
@@ -60,6 +63,17 @@ def measure_card(
         steps.append(_step(setup, size, look, trial))
         show(_finding(steps[-1], known, trial.reason))
     return _report(device, look, steps)
+
+
+def _look(setup: Setup, device: Device) -> TrialResult:
+    """The card as it is before anything is trained on it."""
+    look = run_trial(setup, 0, device=str(device.torch_device), limit_bytes=None)
+    if look.reason:
+        raise InputError(
+            f"{device.torch_device} cannot be used ({look.reason}); end what else uses it, or "
+            "restart the machine"
+        )
+    return look
 
 
 def _setup(shape: GPTConfig, device: Device) -> Setup:
@@ -111,7 +125,13 @@ def _report(device: Device, look: TrialResult, steps: list[MeasuredStep]) -> Car
         library_bytes=look.used_bytes + look.library_bytes,
         steps=tuple(steps),
     )
-    return CardReport.told(asdict(report))  # as whoever it is sent to will read it
+    try:
+        return CardReport.told(asdict(report))  # as whoever it is sent to will read it
+    except ValueError as error:
+        raise InputError(
+            f"what was measured cannot be true: {error}; measure again when nothing else uses the "
+            "card"
+        ) from error
 
 
 def _finding(one: MeasuredStep, known: Card | None, reason: str) -> Finding:

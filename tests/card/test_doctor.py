@@ -156,10 +156,18 @@ def test_machine_without_a_card_computes_on_its_cpu(card, examined):
     assert found[0] == ("ok", "card", "none: a run computes on the CPU")
 
 
-def test_machine_without_a_card_is_not_measured(card):
-    done = card(devices=0).run("doctor.py", *SMALL, "--compile=False", "--measure", "--json")
-    assert (done.code, done.output) == (2, ""), done
-    assert "--measure is for a card, and a run would take CPU" in done.errors
+def test_machine_without_a_card_is_not_measured(card, examined):
+    found, told = examined("--measure", on=card(devices=0))
+    assert told["is_well"] and told["measured"] is None
+    assert found[-1][:2] == ("warning", "measured")
+    assert "--measure is for a card, and a run would take CPU" in found[-1][2]
+
+
+def test_card_that_is_taken_by_others_is_not_measured_and_the_rest_is_told(card, examined):
+    found, told = examined("--measure", on=card(others=12200))
+    assert not told["is_well"] and told["measured"] is None
+    assert found[-1][:2] == ("problem", "measured")
+    assert "cuda:0 cannot be used (" in found[-1][2]
 
 
 def test_compiling_is_tried_with_triton_on_the_card(card, examined):
