@@ -14,15 +14,16 @@ sent to who cannot measure your card. Every setting of train.py can be given as 
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nanofit.doctor.examine import examine
+from nanofit.doctor.finding import Finding, problem, refusal
 from nanofit.doctor.screen import Screen, verdict
 from nanofit.files import atomic_write
-from nanofit.settings.config import Settings, load_config
+from nanofit.settings.config import RunConfig, load_config
 from nanofit.terminal import FlagParser, InputError, run_script
 
 REPORT = Path("doctor.json")
@@ -31,12 +32,19 @@ REPORT = Path("doctor.json")
 def main(argv: Sequence[str]) -> int:
     asked, rest = _parse(argv)
     settings = load_config(rest)
-    findings = []
+    findings, measured = [], None
     with Screen(is_quiet=asked.json) as screen:
-        for finding in examine(settings, screen.note):
+
+        def add(finding: Finding) -> None:
             findings.append(finding)
             screen.show(finding)
-    measured = _measure(settings, screen) if asked.measure else None
+
+        for finding in examine(settings, screen.note):
+            add(finding)
+        if asked.measure and _can_measure(findings):
+            measured = _measure(settings.run, screen.note, add)
+        elif asked.measure:
+            add(Finding("measured", "nothing, for the problem above", state="warning"))
     is_well = all(one.state != "problem" for one in findings)
     if asked.json:
         told = {"is_well": is_well, "findings": list(map(asdict, findings)), "measured": measured}
@@ -46,23 +54,36 @@ def main(argv: Sequence[str]) -> int:
     return 0 if is_well else 1
 
 
-def _measure(settings: Settings, screen: Screen) -> dict[str, Any]:
-    """Train on the card, and leave what it did in a file."""
+def _can_measure(findings: list[Finding]) -> bool:
+    return not any(one.state == "problem" and one.topic in ("card", "torch") for one in findings)
+
+
+def _measure(
+    run: RunConfig, note: Callable[[str], None], add: Callable[[Finding], None]
+) -> dict[str, Any] | None:
+    """Train on the card, and leave what it did in a file; None if it cannot be done."""
     from nanofit.doctor.measure import measure_card  # and torch, which takes seconds to load
 
-    with screen:
-        report = measure_card(settings.run, screen.note, screen.show)
+    try:
+        report = measure_card(run, note, add)
+    except InputError as error:
+        add(refusal("measured", error))
+        return None
+    if report is None:
+        return None
+    add(_written(asdict(report)))
+    return asdict(report)
+
+
+def _written(report: dict[str, Any]) -> Finding:
     try:
         with atomic_write(REPORT) as temporary:
-            temporary.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise InputError(
-            f"{REPORT.absolute()} cannot be written ({error.strerror}); start in another folder"
-        ) from error
-    screen.say(
-        f"Wrote {REPORT}: nothing in it tells who or where you are, so please send it to us."
-    )
-    return asdict(report)
+        text = f"{REPORT.absolute()} cannot be written ({error.strerror})"
+        return problem("measured", text, "start in another folder")
+    sent = "nothing in it tells who or where you are, so please send it to us"
+    return Finding("measured", f"wrote {REPORT}: {sent}")
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

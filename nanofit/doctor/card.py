@@ -78,11 +78,13 @@ def card_findings(
     elif seen and seen.cards:
         for card in seen.cards:
             yield Finding("card", _described(card.name, card.total_bytes))
-        yield warning(
-            "card",
-            "NVML does not answer, so nobody tells who else uses the card, or what spills from it",
-            "pip install -r requirements.txt brings nvidia-ml-py, by which it is asked",
-        )
+        if not driver:
+            yield warning(
+                "card",
+                "NVML does not answer, so nobody tells who else uses the card, or what spills from "
+                "it",
+                "pip install -r requirements.txt brings nvidia-ml-py, by which it is asked",
+            )
     elif has_card:
         where = "on Windows, not in WSL" if system.kind == "WSL" else "then restart the machine"
         yield problem(

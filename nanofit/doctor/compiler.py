@@ -60,8 +60,9 @@ def compile_findings(system: System, answer: Answer, *, on_card: bool) -> Iterat
     has, tools = compiler(), triton()
     if answer.told.get("seconds"):
         by = [has or "", f"Triton {tools}" if on_card and tools else ""]
-        told = f"torch.compile works, by {' and '.join(filter(None, by))}" if any(by) else "works"
-        yield Finding("compile", f"{told}; a small function took {answer.told['seconds']:.0f} s")
+        known = f", by {' and '.join(filter(None, by))}" if any(by) else ""
+        took = f"a small function took {answer.told['seconds']:.0f} s"
+        yield Finding("compile", f"torch.compile works{known}; {took}")
     elif "seconds" not in answer.told:
         reason = answer.told.get("failed") or answer.reason
         lack = "as Triton is missing" if on_card and not tools else ""

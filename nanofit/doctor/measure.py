@@ -1,7 +1,7 @@
 """What a card does: three models trained for a few steps, by the trials that find a run's fit."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -10,9 +10,9 @@ from nanofit.doctor.system import this_system
 from nanofit.files import PROJECT
 from nanofit.fit.search import sizes_for
 from nanofit.fit.trial import TrialResult, run_trial, share_compile_cache
-from nanofit.machine.cards import known_card
+from nanofit.machine.cards import Card, known_card
 from nanofit.machine.device import Device, describe_device
-from nanofit.machine.measured import CardReport, MeasuredStep
+from nanofit.machine.measured import CardReport, MeasuredStep, in_words
 from nanofit.machine.nvml import look_at_driver
 from nanofit.memory.budget import usable_bytes
 from nanofit.memory.need import need_of
@@ -29,18 +29,21 @@ MIB = 2**20
 
 def measure_card(
     run: RunConfig, note: Callable[[str], None], show: Callable[[Finding], None]
-) -> CardReport:
-    """Train each model that should fit for two steps, the largest of them compiled as well."""
+) -> CardReport | None:
+    """Train each model that should fit for two steps, the largest of them compiled as well.
+
+    None where a run would take no card.
+    """
     device = describe_device(run.device, run.dtype)
     if device.type != "cuda":
-        raise InputError(f"--measure is for a card, and a run would take {device.name}")
+        text = f"nothing: --measure is for a card, and a run would take {device.name}"
+        show(Finding("measured", text, state="warning"))
+        return None
     share_compile_cache()
     note("looking at what is free on the card")
     models = [load_config([str(PROJECT / f"config/{name}.py")]) for name in MODELS]
     setups = [_setup(settings.shape, device) for settings in models]
-    look = run_trial(setups[0], 0, device=str(device.torch_device), limit_bytes=None)
-    if look.reason:
-        raise InputError(f"{device.torch_device} cannot be used: {look.reason}")
+    look = _look(setups[0], device)
     limit_bytes = usable_bytes(look.free_bytes, run)
     sizes = [
         _largest(setup, settings.learn, limit_bytes - look.used_bytes)
@@ -50,7 +53,7 @@ def measure_card(
     fitting += [(replace(setup, compiled=True), size) for setup, size in fitting[-1:]]
     if not fitting:
         show(Finding("measured", "nothing: no model of the three fits into what is free"))
-    steps = []
+    known, steps = known_card(device.name, device.memory_mib), []
     for setup, size in fitting:
         long = ", compiled, which may take minutes" if setup.compiled else ""
         note(
@@ -58,8 +61,19 @@ def measure_card(
         )
         trial = run_trial(setup, size, device=str(device.torch_device), limit_bytes=limit_bytes)
         steps.append(_step(setup, size, look, trial))
-        show(_finding(steps[-1], device.name, trial.reason))
+        show(_finding(steps[-1], known, trial.reason))
     return _report(device, look, steps)
+
+
+def _look(setup: Setup, device: Device) -> TrialResult:
+    """The card as it is before anything is trained on it."""
+    look = run_trial(setup, 0, device=str(device.torch_device), limit_bytes=None)
+    if look.reason:
+        raise InputError(
+            f"{device.torch_device} cannot be used ({look.reason}); end what else uses it, or "
+            "restart the machine"
+        )
+    return look
 
 
 def _setup(shape: GPTConfig, device: Device) -> Setup:
@@ -97,23 +111,30 @@ def _report(device: Device, look: TrialResult, steps: list[MeasuredStep]) -> Car
     card, driver = torch.cuda.get_device_properties(device.torch_device), look_at_driver()
     bus = (card.pci_domain_id, card.pci_bus_id, card.pci_device_id)
     own = [one for one in (driver.cards if driver else ()) if one.pci_bus == bus]
-    return CardReport(
-        card=device.name.removeprefix("NVIDIA "),
-        memory_mib=device.memory_bytes // MIB,
+    report = CardReport(
+        card=in_words(device.name.removeprefix("NVIDIA ")),
+        memory_mib=device.memory_mib,
         capability=f"{card.major}.{card.minor}",
         watts=(own[0].watts if own else None) or 0.0,
         dtype=device.precision,
         system=this_system().kind,
-        driver=driver.version if driver else "",
-        cuda=torch.version.cuda,
-        torch=str(torch.__version__),
+        driver=in_words(driver and driver.version),
+        cuda=in_words(torch.version.cuda),  # which ROCm has not
+        torch=in_words(torch.__version__),
         context_bytes=look.context_bytes or 0,
         library_bytes=look.used_bytes + look.library_bytes,
         steps=tuple(steps),
     )
+    try:
+        return CardReport.told(asdict(report))  # as whoever it is sent to will read it
+    except ValueError as error:
+        raise InputError(
+            f"what was measured cannot be true: {error}; measure again when nothing else uses the "
+            "card"
+        ) from error
 
 
-def _finding(one: MeasuredStep, card: str, reason: str) -> Finding:
+def _finding(one: MeasuredStep, known: Card | None, reason: str) -> Finding:
     """Outcome beside forecast; what there is no forecast of is left out."""
     stage = "compiled" if one.compiled else "eager"
     step = measured_step(one)
@@ -127,7 +148,7 @@ def _finding(one: MeasuredStep, card: str, reason: str) -> Finding:
     text += f"{one.allocated_bytes / MIB:,.0f} MiB "
     text += f"({one.allocated_bytes / one.forecast_bytes - 1:+.1%} to the forecast), "
     text += f"{compact(one.tokens_per_s)} tokens/s"
-    if known := known_card(card):
+    if known:
         planned = predicted_tokens_per_s(known, step, compiled=one.compiled)
         text += f" ({one.tokens_per_s / planned - 1:+.0%} to the plan)"
     return Finding("measured", text)

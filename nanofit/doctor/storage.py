@@ -16,9 +16,9 @@ from nanofit.doctor.finding import Finding, problem, refusal, warning
 from nanofit.doctor.system import System, is_windows_disk
 from nanofit.outlook.plan import (
     BIN_BYTES_PER_TOKEN,
-    Data,
+    Shards,
     checkpoint_bytes,
-    find_data,
+    look_into_shards,
     most_checkpoints,
 )
 from nanofit.settings.config import Settings
@@ -148,7 +148,7 @@ def data_findings(settings: Settings) -> Iterator[Finding]:
     has_bins = (folder / "train.bin").exists() or (folder / "meta.json").exists()
     try:
         if not has_bins and any(folder.glob("*.parquet")):
-            yield from _unprepared(folder, find_data(settings, unique_tokens=None, shard=None))
+            yield _unprepared(folder, look_into_shards(str(folder)))
             return
         shape = settings.shape
         splits = open_bins(folder, block_size=shape.block_size, vocab_size=shape.vocab_size)
@@ -160,30 +160,39 @@ def data_findings(settings: Settings) -> Iterator[Finding]:
         for bins, what in zip(splits, ("learn from", "validate on"), strict=True)
     )
     files = [pair for bins in splits for pair in _with_digests(bins)]
+    yield content_finding(f"{folder}: {told}", files)
+
+
+def content_finding(told: str, files: list[tuple[Path, str]]) -> Finding:
+    """Whether files hold what their digests say; `told` is what else is known of them."""
     deadline = time.monotonic() + DIGEST_S
     for file, digest in files:
-        found = _digest_of(file, deadline)
+        try:
+            found = _digest_of(file, deadline)
+        except OSError as error:
+            unread = f"{file} cannot be read ({error.strerror})"
+            return problem("data", unread, "copy it from elsewhere, or prepare the dataset again")
         if found is None:
-            yield Finding("data", f"{folder}: {told}; sizes are right, content was not compared")
-            return
+            return Finding("data", f"{told}; sizes are right, content was not compared")
         if found != digest:
-            told = f"{file} has another content than was prepared"
-            yield problem("data", told, "prepare the dataset again, with --overwrite")
-            return
+            other = f"{file} has another content than was prepared"
+            return problem("data", other, "prepare the dataset again, with --overwrite")
     how = "whole, as it was prepared" if files else "sizes are right"
-    yield Finding("data", f"{folder}: {told}; {how}")
+    return Finding("data", f"{told}; {how}")
 
 
-def _unprepared(folder: Path, data: Data) -> Iterator[Finding]:
-    needed = BIN_BYTES_PER_TOKEN * data.all_tokens
-    told = f"{folder}: parquet with about {compact(data.all_tokens)} tokens, which train.py will "
-    told += f"prepare first, in {_size(needed)} of {_size(_free_bytes(folder))} free"
-    if needed > _free_bytes(folder):
-        yield problem(
-            "data", told, "free some; or prepare elsewhere by --out, and name it --dataset"
-        )
+def _unprepared(folder: Path, shards: Shards) -> Finding:
+    free = _free_bytes(folder)
+    if shards.tokens is None:  # two bytes of each are seldom more than the text takes, compressed
+        count, needed, about = "an unknown number of", shards.size_bytes, "about "
     else:
-        yield Finding("data", told)
+        count, needed = f"about {compact(shards.tokens)}", BIN_BYTES_PER_TOKEN * shards.tokens
+        about = ""
+    told = f"{folder}: parquet with {count} tokens, which train.py will prepare first, in "
+    told += f"{about}{_size(needed)} of {_size(free)} free"
+    if needed <= free:
+        return Finding("data", told)
+    return problem("data", told, "free some; or prepare elsewhere by --out, and name it --dataset")
 
 
 def _with_digests(bins: Bins) -> list[tuple[Path, str]]:
@@ -194,7 +203,7 @@ def _with_digests(bins: Bins) -> list[tuple[Path, str]]:
 def _digest_of(file: Path, deadline: float) -> str | None:
     """None if that would take too long."""
     digest = hashlib.sha256()
-    with suppress(OSError), file.open("rb") as content:
+    with file.open("rb") as content:
         while time.monotonic() < deadline:
             piece = content.read(PIECE_BYTES)
             if not piece:

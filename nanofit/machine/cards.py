@@ -20,6 +20,11 @@ class Card(NamedTuple):
     architecture: str
 
     @property
+    def driver_name(self) -> str:
+        """What its driver reports: cards that only a size tells apart have it in common."""
+        return re.sub(r" \d+GB$", "", self.name)
+
+    @property
     def peak_flops(self) -> float:
         return self.tensor_cores * self.boost_mhz * 1e6 * self.core_flops
 
@@ -148,16 +153,22 @@ def check_gpus(gpus: int, *, shard: bool) -> None:
         raise InputError("--shard cuts the model for several cards: give --gpus 2 or more")
 
 
-def peak_flops(card: str) -> float | None:
+def peak_flops(card: str, memory_mib: int | None = None) -> float | None:
     """Dense half-precision peak of a card by the name its driver reports; None if unknown."""
-    known = known_card(card)
+    known = known_card(card, memory_mib)
     return known and known.peak_flops
 
 
-def known_card(name: str) -> Card | None:
-    """The card whose driver reports this name, if it is in the table."""
+def known_card(name: str, memory_mib: int | None = None) -> Card | None:
+    """The card of this name in the table or, of those whose drivers report it, nearest in memory.
+
+    None if there is none; without a memory that of the name in the table.
+    """
     name = name.removeprefix("NVIDIA ")
-    return next((card for card in CARDS if card.name == name), None)
+    if memory_mib is None:
+        return next((card for card in CARDS if card.name == name), None)
+    like = (card for card in CARDS if name in (card.name, card.driver_name))
+    return min(like, key=lambda card: abs(card.memory_mib - memory_mib), default=None)
 
 
 def find_card(typed: str) -> Card:

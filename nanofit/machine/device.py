@@ -46,6 +46,11 @@ class Device:
         return self.torch_device.type
 
     @property
+    def memory_mib(self) -> int | None:
+        """As the table of cards has it."""
+        return self.memory_bytes and self.memory_bytes // 2**20
+
+    @property
     def precision(self) -> str:
         """The dtype as the setting spells it."""
         return str(self.dtype).removeprefix("torch.")
@@ -205,7 +210,7 @@ def _set_up_cuda(index: int, dtype: str) -> Device:
         card.name,
         chosen,
         card.total_memory,
-        peak_flops(card.name),
+        peak_flops(card.name, card.total_memory // 2**20),
         note,
     )
 

@@ -6,15 +6,16 @@ Those in measured.json take the place of what is assumed; `bench/cards.py --doct
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from nanofit.files import atomic_write, read_small
+from nanofit.machine.cards import known_card
 
 PLACE = Path(__file__).with_name("measured.json")
-_WORDS = re.compile(r"[\w .,:()+-]{0,64}")  # what a name or a version may look like
+_LETTERS, _LONGEST = r"\w .,:()+-", 64  # what a name or a version may look like
 _LARGEST = 2**50
 
 
@@ -42,7 +43,7 @@ class MeasuredStep:
 class CardReport:
     """What is known of a card by having trained on it; nothing tells whose it is."""
 
-    card: str  # as in the table of cards
+    card: str  # as in the table of cards or, if it is not there, as its driver reports it
     memory_mib: int
     capability: str
     watts: float  # that it may draw; 0 if nobody told
@@ -57,12 +58,19 @@ class CardReport:
 
     @classmethod
     def told(cls, facts: Any) -> "CardReport":
-        """A report as somebody sent it; ValueError if it is none."""
+        """A report as somebody sent it, its card found in the table; ValueError if it is none."""
         steps = facts.get("steps") if isinstance(facts, dict) else None
         if not isinstance(steps, list | tuple):
             raise ValueError("it is no report of doctor.py --measure")
         read = tuple(MeasuredStep(**_checked(MeasuredStep, one)) for one in steps)
-        return cls(**_checked(cls, {**facts, "steps": read}))
+        report = cls(**_checked(cls, {**facts, "steps": read}))
+        known = known_card(report.card, report.memory_mib)
+        return replace(report, card=known.name) if known else report
+
+
+def in_words(text: str | None) -> str:
+    """A name or a version as a report may have it."""
+    return re.sub(f"[^{_LETTERS}]", "-", text or "")[:_LONGEST]
 
 
 def _checked(kind: type, facts: Any) -> dict[str, Any]:
@@ -75,7 +83,7 @@ def _checked(kind: type, facts: Any) -> dict[str, Any]:
             value = float(value)
         if field.type in (int, float, bool, str) and type(value) is not field.type:
             raise ValueError(f"its {field.name} is no {field.type.__name__}")
-        if type(value) is str and not _WORDS.fullmatch(value):
+        if type(value) is str and value != in_words(value):
             raise ValueError(f"its {field.name} is no name")
         if type(value) in (int, float) and not 0 <= value < _LARGEST:  # nan is not, either
             raise ValueError(f"its {field.name} is no number that can be measured")

@@ -29,7 +29,7 @@ class Driver(NamedTuple):
 
     version: str = ""
     cuda: tuple[int, int] = (0, 0)  # the newest it knows
-    cards: tuple[DriverCard, ...] = ()
+    cards: tuple[DriverCard, ...] = ()  # those with memory of their own
     refusal: str = ""
 
 
@@ -41,21 +41,31 @@ def look_at_driver() -> Driver | None:
         return None
     try:
         pynvml.nvmlInit()
+        return _driver(pynvml)
     except pynvml.NVMLError_LibraryNotFound:
         return None
-    except pynvml.NVMLError as error:
+    except pynvml.NVMLError as error:  # a card may be lost at any time
         return Driver(refusal=str(error).rstrip("."))
-    version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+
+
+def _driver(nvml: Any) -> Driver:
+    version = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    cards = [_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     return Driver(
-        pynvml.nvmlSystemGetDriverVersion(),
+        nvml.nvmlSystemGetDriverVersion(),
         (version // 1000, version % 1000 // 10),
-        tuple(_card(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())),
+        tuple(filter(None, cards)),
     )
 
 
-def _card(nvml: Any, index: int) -> DriverCard:
+def _card(nvml: Any, index: int) -> DriverCard | None:
+    """None if it has no memory of its own, but shares the host's."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory, place = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetPciInfo(handle)
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError_NotSupported:
+        return None
+    place = nvml.nvmlDeviceGetPciInfo(handle)
     milliwatts = _asked(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     return DriverCard(
         name=nvml.nvmlDeviceGetName(handle),

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from nanofit.cache import keep, recall
+from nanofit.machine.cards import CARDS, known_card
 from nanofit.machine.measured import reports_of, usual
 
 # Assumptions about hardware: what its owner published of an RTX 4070, and what simulations of
@@ -39,7 +40,9 @@ def overhead_of(card: str | None) -> Overhead:
         return ASSUMED
     if kept := recall("overhead", _key(card)):
         return Overhead(*kept, source="measured here")
-    reports = reports_of(_key(card))
+    known = known_card(card)  # those that a driver calls the same are of one kind of chip
+    alike = [one.name for one in CARDS if known and one.driver_name == known.driver_name]
+    reports = [report for name in alike for report in reports_of(name)]
     context_bytes = usual([report.context_bytes for report in reports])
     library_bytes = usual([report.library_bytes for report in reports])
     if context_bytes is None or library_bytes is None:

@@ -56,6 +56,14 @@ class Data(NamedTuple):
     source: str
 
 
+class Shards(NamedTuple):
+    """Files of documents that are not yet prepared."""
+
+    files: int
+    size_bytes: int
+    tokens: int | None  # None: they do not tell
+
+
 class Spread(NamedTuple):
     """A step of a run that several cards share, as arithmetic has it."""
 
@@ -316,16 +324,24 @@ def find_data(settings: Settings, *, unique_tokens: int | None, shard: str | Non
 
 
 def _count_shards(given: str) -> Data:
-    """Tokens of parquet files before they are prepared, from one small column of theirs."""
+    """Tokens of parquet files before they are prepared."""
+    shards = look_into_shards(given)
+    if shards.tokens is None:
+        raise InputError(f"{given} has no token_count column to plan with; give --unique_tokens")
+    files = f"{shards.files} parquet file{'s' if shards.files > 1 else ''}"
+    source = f"by the token_count column of {files}, not yet prepared"
+    return Data(round(shards.tokens * (1 - VAL_FRACTION)), shards.tokens, source)
+
+
+def look_into_shards(given: str) -> Shards:
+    """What files tell of themselves before they are prepared, from one small column of theirs."""
     shards = open_shards(find_shards([given]), "text")
     means = [mean_token_count(shard) for shard in shards]
-    if None in means:
-        raise InputError(f"{given} has no token_count column to plan with; give --unique_tokens")
-    # Each document will be followed by one end-of-text token.
-    tokens = round(sum(shard.rows * (mean + 1) for shard, mean in zip(shards, means, strict=True)))
-    files = f"{len(shards)} parquet file{'s' if len(shards) > 1 else ''}"
-    source = f"by the token_count column of {files}, not yet prepared"
-    return Data(round(tokens * (1 - VAL_FRACTION)), tokens, source)
+    tokens = None
+    if None not in means:  # each document will be followed by one end-of-text token
+        tokens = sum(shard.rows * (mean + 1) for shard, mean in zip(shards, means, strict=True))
+    size_bytes = sum(shard.bytes for shard in shards)
+    return Shards(len(shards), size_bytes, None if tokens is None else round(tokens))
 
 
 def speed_of_card(name: str, settings: Settings) -> Speed:

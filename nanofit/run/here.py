@@ -56,7 +56,7 @@ def capacity_here(run: RunConfig, processes: int = 1) -> Capacity:
     from nanofit.machine.device import describe_device  # and torch, which takes seconds to load
 
     device = describe_device(run.device, run.dtype)
-    card = known_card(device.name) if device.precision != "float32" else None
+    card = known_card(device.name, device.memory_mib) if device.precision != "float32" else None
     return Capacity(
         device.name,
         card and partial(tokens_per_s_of, card),
@@ -83,7 +83,8 @@ def measured_speed(settings: Settings, *, at_most_s: float = math.inf) -> Speed:
         source += f", × {COMPILE_GAIN} for torch.compile (published: 1.5 to 1.85)"
         gain = COMPILE_GAIN
     update_s = measured.update_s / gain
-    return Speed(gain * measured.tokens_per_s, known_card(device.name), source, update_s=update_s)
+    card = known_card(device.name, device.memory_mib)
+    return Speed(gain * measured.tokens_per_s, card, source, update_s=update_s)
 
 
 def _room_bytes(gpu: str | None, run: RunConfig) -> int | None:

@@ -456,7 +456,7 @@ def _forecast(
     """What the run will cost and give, as far as that is known before it starts."""
     shape, learn, run = settings
     tokens_per_step = learn.sequences_per_step * shape.block_size
-    card = known_card(device.name) if device.dtype != torch.float32 else None
+    card = known_card(device.name, device.memory_mib) if device.dtype != torch.float32 else None
     step = step_of(
         shape,
         run.loss,

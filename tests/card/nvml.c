@@ -2,24 +2,30 @@
 #include "card.h"
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { OK = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
 #define DEVICE(handle) ((int)(uintptr_t)(handle) - 1)
 
-static int error(void) { return atoi(getenv("CARD_NVML_ERROR") ?: "0"); }
-int nvmlInit_v2(void) { return error(); }
-int nvmlInitWithFlags(unsigned flags) { return error(); }
+// $CARD_NVML_ERROR is what nvmlInit refuses with or, after the beginning of its name, another call.
+static int error_of(const char *call) {
+  const char *set = getenv("CARD_NVML_ERROR") ?: "", *colon = strchr(set, ':');
+  if (colon) return strncmp(call, set, colon - set) ? OK : atoi(colon + 1);
+  return strncmp(call, "nvmlInit", 8) ? OK : atoi(set);
+}
+int nvmlInit_v2(void) { return error_of(__func__); }
+int nvmlInitWithFlags(unsigned flags) { return error_of(__func__); }
 int nvmlShutdown(void) { return OK; }
 const char *nvmlErrorString(int error) { return error ? "Not Supported" : "Success"; }
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = card()->plugged; return OK; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(uintptr_t)(index + 1); return OK; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(uintptr_t)(index + 1); return error_of(__func__); }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **handle) {
   unsigned domain, bus = 1;
   sscanf(id, "%x:%x", &domain, &bus);
   *handle = (void *)(uintptr_t)bus;  // that of a device is its number, off zero
   return OK;
 }
-int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = card()->driver; return OK; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = card()->driver; return error_of(__func__); }
 int nvmlSystemGetDriverVersion(char *version, unsigned room) { snprintf(version, room, "580.65.06"); return OK; }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *handle, unsigned link, int *type) { return NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *handle, unsigned link, void *info) { return NOT_SUPPORTED; }
@@ -29,7 +35,7 @@ int nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *total_free_used) {
   size_t used = card_used(DEVICE(handle)), total = card()->total_bytes;
   if (used > total) used = total;
   total_free_used[0] = total, total_free_used[1] = total - used, total_free_used[2] = used;
-  return OK;
+  return error_of(__func__);
 }
 int nvmlDeviceGetMemoryInfo_v2(void *handle, struct { unsigned version; unsigned long long total, reserved, free, used; } *m) {
   unsigned long long plain[3];

@@ -117,7 +117,7 @@ def test_card_without_bfloat16_is_told(card, examined):
     assert torch.endswith("has no bfloat16: float16 is used instead")
 
 
-NO_DRIVER = """
+LOOK = """
 from nanofit.machine.nvml import look_at_driver
 say(driver=look_at_driver())
 """
@@ -126,8 +126,28 @@ say(driver=look_at_driver())
 @pytest.mark.parametrize("code", ["12", None])  # of "library not found"; None: no nvidia-ml-py
 def test_without_nvml_there_is_nothing_to_tell(python, code):
     missing = "" if code else "import sys; sys.modules['pynvml'] = None\n"
-    [seen], _ = python(missing + NO_DRIVER, **({"CARD_NVML_ERROR": code} if code else {}))
+    [seen], _ = python(missing + LOOK, **({"CARD_NVML_ERROR": code} if code else {}))
     assert seen == {"driver": None}
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "refusal"),
+    [
+        ("nvmlSystemGetCudaDriverVersion", 13, "Function Not Found"),
+        ("nvmlDeviceGetHandleByIndex", 15, "GPU is lost"),
+        ("nvmlDeviceGetMemoryInfo", 15, "GPU is lost"),
+    ],
+)
+def test_card_that_is_lost_while_it_is_looked_at_is_a_refusal(python, call, code, refusal):
+    [seen], _ = python(LOOK, CARD_NVML_ERROR=f"{call}:{code}")
+    assert seen == {"driver": ["", [0, 0], [], refusal]}
+
+
+def test_card_that_shares_the_memory_of_its_host_is_told_by_torch(examined):
+    found, told = examined(CARD_NVML_ERROR="nvmlDeviceGetMemoryInfo:3")
+    assert told["is_well"]
+    assert found[0] == ("ok", "card", "NVIDIA GeForce RTX 4070, 12.0 GiB")
+    assert [topic for _, topic, _ in found] == ["card", "torch"]
 
 
 def test_machine_without_a_card_computes_on_its_cpu(card, examined):
@@ -136,16 +156,51 @@ def test_machine_without_a_card_computes_on_its_cpu(card, examined):
     assert found[0] == ("ok", "card", "none: a run computes on the CPU")
 
 
-def test_machine_without_a_card_is_not_measured(card):
-    done = card(devices=0).run("doctor.py", *SMALL, "--compile=False", "--measure", "--json")
-    assert (done.code, done.output) == (2, ""), done
-    assert "--measure is for a card, and a run would take CPU" in done.errors
+def test_machine_without_a_card_is_not_measured(card, examined):
+    found, told = examined("--measure", on=card(devices=0))
+    assert told["is_well"] and told["measured"] is None
+    assert found[-1][:2] == ("warning", "measured")
+    assert "--measure is for a card, and a run would take CPU" in found[-1][2]
+
+
+def test_card_that_is_taken_by_others_is_not_measured_and_the_rest_is_told(card, examined):
+    found, told = examined("--measure", on=card(others=12200))
+    assert not told["is_well"] and told["measured"] is None
+    assert found[-1][:2] == ("problem", "measured")
+    assert "cuda:0 cannot be used (" in found[-1][2]
 
 
 def test_compiling_is_tried_with_triton_on_the_card(card, examined):
     found, _ = examined("--compile=True")
     assert found[-1][:2] == ("ok", "compile")
     assert "and Triton" in found[-1][2]
+
+
+REPORT = """
+from dataclasses import asdict
+from nanofit.doctor.measure import _report
+from nanofit.fit.trial import TrialResult
+from nanofit.machine.device import describe_device
+device = describe_device("cuda")
+torch.version.cuda = {cuda!r}
+say(**asdict(_report(device, TrialResult(), [])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda", "card_told"),
+    [
+        ("AMD Instinct MI250X/MI250", None, "AMD Instinct MI250X-MI250"),  # ROCm
+        ("NVIDIA GeForce RTX 4060 Ti", "13.0", "GeForce RTX 4060 Ti 16GB"),
+    ],
+)
+def test_report_of_any_card_can_be_read_again_and_is_filed_by_its_memory(
+    python, card, name, cuda, card_told
+):
+    on = card("RTX 4060 Ti 16GB")
+    [told], _ = python(REPORT.format(cuda=cuda), on=on, CARD_NAME=name)
+    report = CardReport.told(told)
+    assert (report.card, report.cuda) == (told["card"], told["cuda"]) == (card_told, cuda or "")
 
 
 def test_card_is_measured_and_its_report_tells_nothing_of_whose_it_is(card, examined, tmp_path):

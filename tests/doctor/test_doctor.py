@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import doctor
 from nanofit.doctor.child import Child
 from nanofit.doctor.finding import Finding, problem, refusal, warning
 from nanofit.doctor.screen import lines_of, verdict
@@ -43,12 +44,42 @@ def test_problem_is_an_exit_code_and_a_remedy_for_programs_too(tmp_path):
     assert told["measured"] is None
 
 
-def test_only_a_card_is_measured(tiny_dataset, tmp_path):
+def test_only_a_card_is_measured_and_the_rest_told_all_the_same(tiny_dataset, tmp_path):
     words = [*TINY_MODEL, f"--dataset={tiny_dataset}", "--measure"]
     done = examined(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --measure is for a card, and a run would take CPU")
+    assert done.returncode == 0, done
+    assert "warning  measured  nothing: --measure is for a card, and a run would" in done.stdout
+    assert done.stdout.endswith("All is well for a run, 1 warning.\n")
     assert not any(tmp_path.iterdir())
+
+
+def test_where_torch_does_not_load_nothing_is_measured(tiny_dataset, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open')\n")
+    words = [*TINY_MODEL, f"--dataset={tiny_dataset}", "--measure", "--json"]
+    done = examined(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(broken)})
+    assert done.returncode == 1, done
+    told = json.loads(done.stdout)
+    states = {one["topic"]: (one["state"], one["text"]) for one in told["findings"]}
+    assert states["torch"] == (
+        "problem",
+        "it does not load: ImportError: libcudart.so.13: cannot open",
+    )
+    assert states["measured"] == ("warning", "nothing, for the problem above")
+    assert told["measured"] is None
+    assert not done.stderr
+
+
+def test_report_that_cannot_be_written_is_a_problem_and_no_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = doctor._written({"card": "some"})
+    assert (written.state, json.loads(Path("doctor.json").read_text())) == ("ok", {"card": "some"})
+    Path("doctor.json").unlink()
+    Path("doctor.json").mkdir()
+    refused = doctor._written({"card": "some"})
+    assert refused.state == "problem" and "doctor.json cannot be written (" in refused.text
+    assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
 
 
 @pytest.mark.slow

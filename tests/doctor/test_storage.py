@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanofit.doctor import storage
-from nanofit.doctor.storage import data_findings, disk_findings, measure_disk
+from nanofit.doctor.storage import content_finding, data_findings, disk_findings, measure_disk
 from nanofit.doctor.system import System, has_nvidia_card, is_windows_disk
 from nanofit.outlook.plan import checkpoint_bytes
 from nanofit.settings.config import load_config
@@ -63,6 +63,16 @@ def test_flipped_bit_of_the_data_is_found(dataset):
     found = of_data(dataset)
     assert found.state == "problem"
     assert "val.bin has another content than was prepared" in found.text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no file that opens and cannot be read")
+def test_content_that_a_disk_does_not_give_is_a_problem():
+    found = content_finding("data: 4k tokens", [(Path("/proc/self/mem"), "digest")])
+    assert (found.state, found.text) == (
+        "problem",
+        "/proc/self/mem cannot be read (Input/output error)",
+    )
+    assert found.remedy == "copy it from elsewhere, or prepare the dataset again"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +134,16 @@ def test_disk_without_room_for_checkpoints_is_a_problem_and_no_speed_is_made_up(
             assert found.state == "problem"
             assert "--keep_checkpoints=1" in found.remedy
             assert "/s" not in found.text  # too small to measure
+
+
+def test_parquet_that_tells_no_tokens_is_no_problem_while_there_is_room(disk, tmp_path):
+    rows = pa.table({"text": ["a" * 100_000] * 20})
+    for folder, state in ((tmp_path, "ok"), (disk, "problem")):
+        pq.write_table(rows, folder / "000.parquet", compression=None, use_dictionary=False)
+        found = of_data(folder)
+        assert (found.state, "--unique_tokens" in found.remedy) == (state, False)
+        assert "an unknown number of tokens, which train.py will prepare first" in found.text
+        assert " in about 2.0 MB of " in found.text
 
 
 def test_disk_of_the_data_is_measured_by_reading_them_where_it_is_another(disk, tmp_path):

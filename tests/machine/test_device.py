@@ -164,6 +164,32 @@ def test_capability_is_the_one_that_cuda_documents(card, capability):
 
 
 @pytest.mark.parametrize(
+    ("reported", "memory_mib", "card"),
+    [
+        ("NVIDIA GeForce RTX 2060", 12288, "GeForce RTX 2060 12GB"),
+        ("NVIDIA GeForce RTX 3050", 6144, "GeForce RTX 3050 6GB"),
+        ("NVIDIA GeForce RTX 3060", 8191, "GeForce RTX 3060 8GB"),
+        ("NVIDIA GeForce RTX 3060", 12045, "GeForce RTX 3060"),
+        ("NVIDIA GeForce RTX 3080", 12053, "GeForce RTX 3080 12GB"),
+        ("NVIDIA GeForce RTX 3080", 9995, "GeForce RTX 3080"),
+        ("GeForce RTX 4060 Ti", 16380, "GeForce RTX 4060 Ti 16GB"),
+        ("GeForce RTX 5060 Ti", 15848, "GeForce RTX 5060 Ti 16GB"),
+        ("GeForce RTX 4070", 1500, "GeForce RTX 4070"),
+        ("A100-SXM4-40GB", 40441, "A100-SXM4-40GB"),
+    ],
+)
+def test_cards_that_share_a_drivers_name_are_told_apart_by_their_memory(reported, memory_mib, card):
+    assert known_card(reported, memory_mib).name == card
+    assert peak_flops(reported, memory_mib) == find_card(card).peak_flops
+
+
+def test_each_card_is_known_by_its_name_and_its_drivers_with_its_memory():
+    for card in CARDS:
+        assert known_card(card.name, card.memory_mib) == card
+        assert known_card(card.driver_name, card.memory_mib) == card
+
+
+@pytest.mark.parametrize(
     ("typed", "card"),
     [
         ("RTX 4070", "GeForce RTX 4070"),

@@ -118,6 +118,22 @@ def test_planner_takes_what_was_measured_instead_of_what_is_assumed(kept):
     assert overhead_of(CARD.name) == (300 * 2**20, 50 * 2**20, "measured on such a card")
 
 
+def test_report_is_filed_under_the_card_that_its_memory_tells(kept, tmp_path):
+    larger = find_card("RTX 3080 12GB")
+    sent = replace(REPORT, card="GeForce RTX 3080", memory_mib=12053)
+    report = read_report(written(tmp_path, asdict(sent)))
+    assert report == replace(sent, card=larger.name)
+    smaller_before = expected_share(find_card("RTX 3080 10GB"))
+    keep_reports([report])
+    best = tokens_per_s(
+        measured_step(STEP), peak_flops=larger.peak_flops, bytes_per_s=larger.bytes_per_s
+    )
+    assert expected_share(larger) == pytest.approx(STEP.tokens_per_s / best)
+    assert expected_share(find_card("RTX 3080 10GB")) == smaller_before
+    for name in ("NVIDIA GeForce RTX 3080", larger.name):  # a process takes the same on both
+        assert overhead_of(name) == (300 * 2**20, 50 * 2**20, "measured on such a card")
+
+
 def test_report_is_kept_once(kept):
     keep_reports([REPORT])
     keep_reports([REPORT, replace(REPORT, watts=120.0)])
