@@ -147,7 +147,7 @@ say(name=p.name, capability=[p.major, p.minor], sms=p.multi_processor_count,
 
 
 @pytest.mark.parametrize(
-    "call", ["cudaGraphUpload", "cuMemHostUnregister", "ncclReduce", "nvmlDeviceGetName"]
+    "call", ["cudaGraphUpload", "cuMemHostUnregister", "ncclReduce", "nvmlDeviceGetTemperature"]
 )
 def test_unknown_call_is_told_and_fails_the_run(card, call):
     code = f"import torch, ctypes; torch.cuda.init(); ctypes.CDLL(None).{call}()"
