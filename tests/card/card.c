@@ -24,7 +24,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct card the_card;
 static size_t context_bytes;
 static FILE *trace_file;
-static int is_told_scalar, is_disturbed;
+static int is_told_scalar, is_disturbed, traces_waits;
 
 static const char *setting(const char *name, const char *otherwise) {
   const char *value = getenv(name);
@@ -106,6 +106,7 @@ static void settle(void) {
   snprintf(the_card.name, sizeof the_card.name, "%s", setting("CARD_NAME", "NVIDIA GeForce RTX 4070"));
   context_bytes = mib_setting("CARD_CONTEXT_MIB", "0");
   is_told_scalar = getenv("CARD_SCALARS") != NULL;
+  traces_waits = getenv("CARD_TRACE_WAITS") != NULL;
   is_disturbed = getenv("CARD_OTHERS_AFTER") && is_the_script();
   int is_first = !strcmp(setting("LOCAL_RANK", "0"), "0");  // of those that torchrun starts
   if (getenv("CARD_TRACE") && is_first && is_the_script()) trace_file = fopen(getenv("CARD_TRACE"), "a");
@@ -313,7 +314,7 @@ void card_launched(const char *name, const void *function) {
 void card_waited(const char *call) {
   card();
   pthread_mutex_lock(&lock);
-  if (trace_file) {
+  if (trace_file && traces_waits) {
     fprintf(trace_file, "wait: %s\n", call);
     fflush(trace_file);
   }

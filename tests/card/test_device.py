@@ -121,7 +121,7 @@ device = describe_device("cuda")
 device.enter_thread()
 numbers = torch.arange(4.0).cuda()
 torch.cuda.set_sync_debug_mode("error")  # whatever waits for the card is an error
-peek, peek_of_one = device.peek(numbers), device.peek(numbers[0])
+peek, peek_of_one = device.peek(numbers), device.peek(numbers[1])
 torch.cuda.set_sync_debug_mode("default")
 device.wait()
 numbers.copy_(torch.ones(4))  # what is learned later does not change what was seen

@@ -42,7 +42,8 @@ def test_host_waits_only_to_time_a_stage_and_to_print(train, tmp_path, flags):
     steps, printed = 40, 30
     lengths = [f"--max_iters={steps}", f"--log_interval={printed}", "--eval_interval=1000"]
     lengths.append("--decay_lr=False")  # where a decay begins, the run is saved
-    run = train(*lengths, "--compile=False", *flags.split(), trace=tmp_path / "trace")
+    words = [*lengths, "--compile=False", *flags.split()]
+    run = train(*words, trace=tmp_path / "trace", CARD_TRACE_WAITS="1")
     assert run.code == 0, run
     waits = waits_by_step((tmp_path / "trace").read_text().splitlines(), steps)
     assert waits[printed] > 0 and min(waits[:TIMED_STEPS]) > 0
