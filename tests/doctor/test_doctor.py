@@ -107,16 +107,19 @@ def test_child_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatc
     room = tmp_path / "nanofit" / "doctor"
     room.mkdir(parents=True)
     (room / "hang.py").write_text(
-        "import subprocess, sys\n"
+        "import os, pathlib, subprocess, sys\n"
+        f"pathlib.Path({str(tmp_path / 'begun')!r}).write_text(str(os.getpid()))\n"
         "print('doctor: {\"begun\": true}', flush=True)\n"
         "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
     )
     monkeypatch.setattr("nanofit.doctor.child.PROJECT", tmp_path)
     with Child("hang") as child:
-        [pid] = [one for one in children_of(os.getpid()) if "hang" in command_of(one)]
-        wait_for(lambda: children_of(pid))
-        [grandchild] = children_of(pid)
-        answer = child.answer(timeout_s=0.1)
+        begun = tmp_path / "begun"
+        wait_for(begun.exists)
+        wait_for(lambda: children_of(int(begun.read_text() or 0)))
+        [grandchild] = children_of(int(begun.read_text()))
+        wait_for(lambda: "sleep" in command_of(grandchild))
+        answer = child.answer(timeout_s=2)
     assert answer.told == {"begun": True}
     assert answer.reason.startswith("no answer within ")
     wait_for(lambda: "sleep" not in command_of(grandchild))
